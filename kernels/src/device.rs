@@ -1,0 +1,153 @@
+//! The op set: what model code is written against.
+//!
+//! Operations are coarse and fusable, take whole batches of rows, and never read results back to the host
+//! (only [`Device::read`] does). The CPU implementation is the reference that every other device is held against.
+//!
+//! **Row invariance.** On one device, the result of a row does not depend on which other rows are in the batch or how a
+//! prompt was cut into chunks: every op performs the same floating-point operations in the same order for a row,
+//! whatever the batch. Batched, chunked and lone runs therefore agree bit for bit, and the tests require it.
+
+use ds4_manifests::GgmlType;
+use ds4_os::SharedBytes;
+
+use crate::plan::BatchPlan;
+use crate::state::StateSpec;
+
+/// Errors of device operations. Shapes are programming errors and panic; these can happen in operation.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// {what}: out of memory: {missing} bytes could not be committed
+    #[error("{what}: out of memory: {missing} bytes could not be committed; lower --ctx or --max-batch")]
+    OutOfMemory {
+        /// What was being allocated.
+        what: &'static str,
+        /// Bytes asked for.
+        missing: usize,
+    },
+    /// A weight that this device cannot compute with.
+    #[error("tensor {name}: {reason}")]
+    Weight {
+        /// Tensor name.
+        name: String,
+        /// Why it was refused.
+        reason: String,
+    },
+}
+
+/// A tensor as the manifest describes it, with its bytes.
+#[derive(Clone)]
+pub struct TensorSource {
+    /// GGUF name, for errors.
+    pub name: String,
+    /// Element type.
+    pub ty: GgmlType,
+    /// Input width (contiguous dimension).
+    pub cols: usize,
+    /// Output width; 1 for vectors.
+    pub rows: usize,
+    /// `rows * row_bytes(cols)` bytes of read-only shared memory.
+    pub bytes: SharedBytes,
+}
+
+/// How RoPE pairs the elements of a head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeKind {
+    /// Pairs `(2i, 2i+1)`: what llama-architecture GGUFs use (their q/k rows are permuted for it).
+    Interleaved,
+    /// Pairs `(i, i + dim/2)`.
+    Split,
+}
+
+/// Rotary embedding parameters.
+#[derive(Clone, Copy, Debug)]
+pub struct Rope {
+    /// Pairing.
+    pub kind: RopeKind,
+    /// Rotated elements per head, even.
+    pub dim: usize,
+    /// Frequency base (theta).
+    pub base: f32,
+}
+
+/// Grouped-query attention over append-only K and V rows of f16 or f32 with a causal mask.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention {
+    /// Slot of the keys: rows of `kv_heads * head_dim`.
+    pub k_slot: usize,
+    /// Slot of the values: rows of `kv_heads * head_dim`.
+    pub v_slot: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key-value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Elements per head.
+    pub head_dim: usize,
+    /// Score scale, usually `1/sqrt(head_dim)`.
+    pub scale: f32,
+}
+
+/// A device that runs models. Buffers are row-major f32 activations `[rows, width]`.
+pub trait Device: Send + Sync + 'static {
+    /// f32 activations `[rows, width]`, growable in rows.
+    type Buffer: Send;
+    /// One bound read-only tensor.
+    type Weight: Send + Sync;
+    /// One sequence's state memory: address space for the whole context, pages committed as rows arrive.
+    type Bank: Send;
+    /// A plan made ready for the device: positions, bank addresses, lengths.
+    type Step: Send;
+
+    /// Human name, e.g. `cpu (avx512-vnni, 2 threads)`.
+    fn describe(&self) -> String;
+
+    /// Binds a weight; refuses types it cannot compute with.
+    fn bind(&self, source: &TensorSource) -> Result<Self::Weight, DeviceError>;
+
+    /// A buffer of `width` columns with no rows yet.
+    fn buffer(&self, width: usize) -> Self::Buffer;
+
+    /// Reserves address space for `context` tokens of `spec`; commits nothing.
+    fn bank(&self, spec: &StateSpec, context: usize) -> Result<Self::Bank, DeviceError>;
+
+    /// Commits pages so that `tokens` rows exist.
+    fn bank_commit(&self, bank: &mut Self::Bank, tokens: usize) -> Result<(), DeviceError>;
+
+    /// Forgets rows from `tokens` on and gives their whole pages back.
+    fn bank_trim(&self, bank: &mut Self::Bank, tokens: usize);
+
+    /// Bytes committed now.
+    fn bank_committed(&self, bank: &Self::Bank) -> usize;
+
+    /// Prepares `plan` for this device. Banks must be committed up to the end of every span.
+    fn step(&self, plan: &BatchPlan, banks: &mut [Self::Bank]) -> Result<Self::Step, DeviceError>;
+
+    /// `out[row] = dequantised table[token of row]`; resizes `out` to the step's rows.
+    fn embed(&self, step: &Self::Step, table: &Self::Weight, out: &mut Self::Buffer);
+
+    /// `out = x / sqrt(mean(x²) + eps) * weight`, per row.
+    fn rms_norm(&self, x: &Self::Buffer, weight: &Self::Weight, eps: f32, out: &mut Self::Buffer);
+
+    /// For each `(w, out)`: `out = x · wᵀ`. The activations are prepared (quantised) once for the whole group.
+    fn matmul(&self, x: &Self::Buffer, group: &mut [(&Self::Weight, &mut Self::Buffer)]);
+
+    /// Rotates every head of `x` (`[rows, heads * head_dim]`) in place by its row's position.
+    fn rope(&self, step: &Self::Step, rope: &Rope, head_dim: usize, x: &mut Self::Buffer);
+
+    /// Writes row `r` of `x` as the state row of `slot` at the row's position in the row's bank.
+    fn state_write(&self, step: &Self::Step, slot: usize, x: &Self::Buffer);
+
+    /// Causal attention of `q` over the state rows written so far (this step's included).
+    fn attention(&self, step: &Self::Step, p: &Attention, q: &Self::Buffer, out: &mut Self::Buffer);
+
+    /// `out = silu(gate) * up`.
+    fn swiglu(&self, gate: &Self::Buffer, up: &Self::Buffer, out: &mut Self::Buffer);
+
+    /// `x += y`.
+    fn add(&self, x: &mut Self::Buffer, y: &Self::Buffer);
+
+    /// Gathers the step's wanted rows of `x`.
+    fn gather_wanted(&self, step: &Self::Step, x: &Self::Buffer, out: &mut Self::Buffer);
+
+    /// Copies row `row` to the host.
+    fn read(&self, x: &Self::Buffer, row: usize, out: &mut Vec<f32>);
+}

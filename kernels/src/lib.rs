@@ -1,0 +1,9 @@
+//! Arithmetic: quant block formats, the op set and its implementations.
+
+pub mod device;
+pub mod plan;
+pub mod state;
+
+pub use device::{Attention, Device, DeviceError, Rope, RopeKind, TensorSource};
+pub use plan::{BatchPlan, Span};
+pub use state::{StateKind, StateSpec, StateType};

@@ -1,0 +1,12 @@
+//! Compiles the .proto files without protoc.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    use prost::Message;
+    let files = ["proto/ds4/v1/owner.proto", "proto/ds4/v1/worker.proto"];
+    println!("cargo:rerun-if-changed=proto");
+    let set = protox::compile(files, ["proto"])?;
+    let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
+    std::fs::write(out.join("ds4_descriptor.bin"), set.encode_to_vec())?;
+    tonic_prost_build::configure().compile_fds(set)?;
+    Ok(())
+}

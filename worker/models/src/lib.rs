@@ -1,0 +1,39 @@
+//! Model families: hyper-parameters, weight binding and forward passes, written once against the op set.
+
+use ds4_kernels::{BatchPlan, Device, DeviceError, StateSpec};
+
+/// Errors of building or running a model.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// The device could not do it.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The manifest lacks something that the family needs, or has it in another shape.
+    #[error("{0}")]
+    Bind(String),
+}
+
+/// Sizes that the engine and the API need to know.
+#[derive(Clone, Debug)]
+pub struct ModelShape {
+    /// Vocabulary size: width of a logits row.
+    pub vocab: usize,
+    /// Longest context that the model was trained for, in tokens.
+    pub context: usize,
+}
+
+/// A bound model, ready to run steps on device `D`.
+pub trait Model<D: Device>: Send {
+    /// Sizes.
+    fn shape(&self) -> &ModelShape;
+
+    /// What one sequence keeps.
+    fn state(&self) -> &StateSpec;
+
+    /// Runs one step: writes the state rows of every span and computes the logits of the wanted rows.
+    /// Banks must be committed to the end of every span.
+    fn forward(&mut self, device: &D, plan: &BatchPlan, banks: &mut [D::Bank]) -> Result<(), ModelError>;
+
+    /// Logits `[wanted rows, vocab]` of the last [`Model::forward`].
+    fn logits(&self) -> &D::Buffer;
+}
