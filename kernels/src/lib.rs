@@ -2,6 +2,7 @@
 
 pub mod device;
 pub mod plan;
+pub mod quant;
 pub mod state;
 
 pub use device::{Attention, Device, DeviceError, Rope, RopeKind, TensorSource};
