@@ -1,10 +1,13 @@
 //! Arithmetic: quant block formats, the op set and its implementations.
 
+pub mod conformance;
+pub mod cpu;
 pub mod device;
 pub mod plan;
 pub mod quant;
 pub mod state;
 
+pub use cpu::CpuDevice;
 pub use device::{Attention, Device, DeviceError, Rope, RopeKind, TensorSource};
 pub use plan::{BatchPlan, Span};
 pub use state::{StateKind, StateSpec, StateType};

@@ -1,0 +1,111 @@
+//! Hyper-connections on the CPU.
+
+use crate::cpu::elementwise;
+use crate::cpu::isa::{Isa, multiversion};
+use crate::cpu::lanes::{Lanes, N};
+use crate::cpu::{CpuBuffer, CpuDevice, CpuWeight};
+use crate::device::Device;
+use crate::math::sinkhorn::{mixing_weights, sigmoid};
+use crate::ops::{HyperOps, HyperParams, HyperWeights};
+
+/// `out += factor · x`, or `out = factor · x` when `first`.
+#[inline(always)]
+fn axpy_impl<L: Lanes>(factor: f32, x: &[f32], first: bool, out: &mut [f32]) {
+    let f = L::splat(factor);
+    let (xs, x_rest) = x.as_chunks::<N>();
+    let (os, o_rest) = out.as_chunks_mut::<N>();
+    for (x, o) in xs.iter().zip(os) {
+        let base = if first { L::splat(0.0) } else { L::load(o) };
+        f.fma(L::load(x), base).store(o);
+    }
+    for (x, o) in x_rest.iter().zip(o_rest) {
+        *o = factor.mul_add(*x, if first { 0.0 } else { *o });
+    }
+}
+
+multiversion! {
+    /// `out (+)= factor · x`.
+    pub(crate) fn axpy = axpy_impl(factor: f32, x: &[f32], first: bool, out: &mut [f32]);
+}
+
+/// `Σ_h gate[h] · S[h]` for one row.
+fn combine(isa: Isa, gates: &[f32], state: &[f32], out: &mut [f32]) {
+    for (h, (gate, stream)) in gates.iter().zip(state.chunks_exact(out.len())).enumerate() {
+        axpy(isa, *gate, stream, h == 0, out);
+    }
+}
+
+impl CpuDevice {
+    /// Raw mixer outputs of the RMS-normalised state, `[rows, outputs]`.
+    fn mixer(&self, p: &HyperParams, w: &CpuWeight, state: &CpuBuffer, out: &mut CpuBuffer) {
+        // The norm has no weight; dividing the products instead of the inputs would change the quantisation of nothing,
+        // since mixers are float tensors, but the reference divides first and so do we.
+        let mut flat = self.buffer(state.width());
+        flat.resize(state.rows());
+        let isa = self.isa();
+        self.for_rows(&mut flat, |r, out| {
+            let scale = elementwise::inverse_rms(isa, state.row(r), p.rms_eps);
+            axpy(isa, scale, state.row(r), true, out);
+        });
+        self.matmul(&flat, &mut [(w, out)]);
+    }
+}
+
+impl HyperOps for CpuDevice {
+    fn hyper_start(&self, streams: usize, x: &CpuBuffer, state: &mut CpuBuffer) {
+        assert_eq!(x.width() * streams, state.width(), "streams of another width");
+        state.resize(x.rows());
+        self.for_rows(state, |r, out| out.chunks_exact_mut(x.width()).for_each(|s| s.copy_from_slice(x.row(r))));
+    }
+
+    fn hyper_pre(
+        &self,
+        p: &HyperParams,
+        w: &HyperWeights<CpuWeight>,
+        state: &CpuBuffer,
+        mix: &mut CpuBuffer,
+        x: &mut CpuBuffer,
+    ) {
+        let n = p.streams;
+        assert!(state.width() == n * x.width() && mix.width() == 2 * n + n * n, "hyper-connection shape");
+        self.mixer(p, &w.mixer, state, mix);
+        self.for_rows(mix, |_, m| {
+            mixing_weights(m, w.scale.vector(), w.base.vector(), n, p.iterations, p.eps);
+        });
+        x.resize(state.rows());
+        let isa = self.isa();
+        self.for_rows(x, |r, out| combine(isa, &mix.row(r)[..n], state.row(r), out));
+    }
+
+    fn hyper_post(&self, p: &HyperParams, mix: &CpuBuffer, y: &CpuBuffer, state: &mut CpuBuffer) {
+        let n = p.streams;
+        let width = y.width();
+        assert!(state.width() == n * width && mix.width() == 2 * n + n * n, "hyper-connection shape");
+        let isa = self.isa();
+        self.for_rows(state, |r, s| {
+            let old = s.to_vec();
+            let m = mix.row(r);
+            for (d, out) in s.chunks_exact_mut(width).enumerate() {
+                axpy(isa, m[n + d], y.row(r), true, out);
+                for (source, stream) in old.chunks_exact(width).enumerate() {
+                    axpy(isa, m[2 * n + source * n + d], stream, false, out);
+                }
+            }
+        });
+    }
+
+    fn hyper_head(&self, p: &HyperParams, w: &HyperWeights<CpuWeight>, state: &CpuBuffer, x: &mut CpuBuffer) {
+        let n = p.streams;
+        assert_eq!(state.width(), n * x.width(), "hyper-connection shape");
+        let mut mix = self.buffer(n);
+        self.mixer(p, &w.mixer, state, &mut mix);
+        let (scale, base) = (w.scale.vector()[0], w.base.vector());
+        x.resize(state.rows());
+        let isa = self.isa();
+        self.for_rows(x, |r, out| {
+            let gates: Vec<f32> =
+                mix.row(r).iter().zip(base).map(|(m, b)| sigmoid(m * scale + b) + p.eps).collect();
+            combine(isa, &gates, state.row(r), out);
+        });
+    }
+}

@@ -1,0 +1,369 @@
+//! Sixteen f32 lanes, in the registers of each instruction set.
+//!
+//! Every operation is one IEEE operation per lane (`fma` rounds once), so a kernel written over [`Lanes`] gives the same
+//! bits on every instruction set. Methods must only run inside the wrappers of `multiversion!`: outside of them an
+//! implementation may use instructions that the CPU lacks. The module is private to the CPU device for that reason.
+
+#![allow(unsafe_code, reason = "std::arch intrinsics")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_possible_wrap,
+    reason = "bit patterns of floats"
+)]
+
+/// Number of lanes.
+pub(crate) const N: usize = 16;
+
+/// Sixteen f32 lanes.
+pub(crate) trait Lanes: Copy {
+    /// All lanes `x`.
+    fn splat(x: f32) -> Self;
+    /// Loads 16 floats.
+    fn load(src: &[f32; N]) -> Self;
+    /// Stores 16 floats.
+    fn store(self, dst: &mut [f32; N]);
+    /// Loads 16 half floats.
+    fn load_f16(src: &[u16; N]) -> Self;
+    /// Stores 16 half floats, rounded to nearest even.
+    fn store_f16(self, dst: &mut [u16; N]);
+    /// `self + o`.
+    fn add(self, o: Self) -> Self;
+    /// `self - o`.
+    fn sub(self, o: Self) -> Self;
+    /// `self * o`.
+    fn mul(self, o: Self) -> Self;
+    /// `self / o`.
+    fn div(self, o: Self) -> Self;
+    /// `self * a + b`, rounded once.
+    fn fma(self, a: Self, b: Self) -> Self;
+    /// `if self > o { self } else { o }`.
+    fn max(self, o: Self) -> Self;
+    /// `if self < o { self } else { o }`.
+    fn min(self, o: Self) -> Self;
+    /// `2^self` for integral lanes in [-126, 127].
+    fn pow2(self) -> Self;
+    /// Lane-wise `if a > b { x } else { y }`.
+    fn select_gt(a: Self, b: Self, x: Self, y: Self) -> Self;
+    /// Transposes 16 vectors in place: lane `j` of vector `i` and lane `i` of vector `j` change places.
+    fn transpose(m: &mut [Self; N]);
+
+    /// Sum of the lanes: halves folded onto each other (8, 4, 2, 1 apart), the same tree everywhere.
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        let mut v = [0.0; N];
+        self.store(&mut v);
+        let mut s = N / 2;
+        while s > 0 {
+            for i in 0..s {
+                v[i] += v[i + s];
+            }
+            s /= 2;
+        }
+        v[0]
+    }
+
+    /// Greatest lane.
+    #[inline(always)]
+    fn max_lane(self) -> f32 {
+        let mut v = [0.0; N];
+        self.store(&mut v);
+        let mut m = v[0];
+        for x in &v[1..] {
+            m = if *x > m { *x } else { m };
+        }
+        m
+    }
+}
+
+/// Plain arrays, for baseline code.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable([f32; N]);
+
+impl Portable {
+    #[inline(always)]
+    fn zip(self, o: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        Self(std::array::from_fn(|i| f(self.0[i], o.0[i])))
+    }
+}
+
+impl Lanes for Portable {
+    #[inline(always)]
+    fn splat(x: f32) -> Self {
+        Self([x; N])
+    }
+    #[inline(always)]
+    fn load(src: &[f32; N]) -> Self {
+        Self(*src)
+    }
+    #[inline(always)]
+    fn store(self, dst: &mut [f32; N]) {
+        *dst = self.0;
+    }
+    #[inline(always)]
+    fn load_f16(src: &[u16; N]) -> Self {
+        Self(src.map(|h| half::f16::from_bits(h).to_f32()))
+    }
+    #[inline(always)]
+    fn store_f16(self, dst: &mut [u16; N]) {
+        *dst = self.0.map(|x| half::f16::from_f32(x).to_bits());
+    }
+    #[inline(always)]
+    fn add(self, o: Self) -> Self {
+        self.zip(o, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, o: Self) -> Self {
+        self.zip(o, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, o: Self) -> Self {
+        self.zip(o, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, o: Self) -> Self {
+        self.zip(o, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn fma(self, a: Self, b: Self) -> Self {
+        Self(std::array::from_fn(|i| self.0[i].mul_add(a.0[i], b.0[i])))
+    }
+    #[inline(always)]
+    fn max(self, o: Self) -> Self {
+        self.zip(o, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn min(self, o: Self) -> Self {
+        self.zip(o, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn pow2(self) -> Self {
+        Self(self.0.map(|x| f32::from_bits((((x as i32) + 127) << 23) as u32)))
+    }
+    #[inline(always)]
+    fn select_gt(a: Self, b: Self, x: Self, y: Self) -> Self {
+        Self(std::array::from_fn(|i| if a.0[i] > b.0[i] { x.0[i] } else { y.0[i] }))
+    }
+    #[inline(always)]
+    fn transpose(m: &mut [Self; N]) {
+        for i in 0..N {
+            for j in 0..i {
+                (m[i].0[j], m[j].0[i]) = (m[j].0[i], m[i].0[j]);
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::*;
+
+    use super::{Lanes, N, Portable};
+
+    /// One 512-bit register.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx512(__m512);
+
+    // SAFETY (for every block below): loads and stores go through references of exactly the size read or written, and
+    // the instructions exist because the methods only run inside the wrappers of `multiversion!` (module contract).
+    #[allow(clippy::undocumented_unsafe_blocks, reason = "one contract for the whole impl, stated above")]
+    impl Lanes for Avx512 {
+        #[inline(always)]
+        fn splat(x: f32) -> Self {
+            unsafe { Self(_mm512_set1_ps(x)) }
+        }
+        #[inline(always)]
+        fn load(src: &[f32; N]) -> Self {
+            unsafe { Self(_mm512_loadu_ps(src.as_ptr())) }
+        }
+        #[inline(always)]
+        fn store(self, dst: &mut [f32; N]) {
+            unsafe { _mm512_storeu_ps(dst.as_mut_ptr(), self.0) }
+        }
+        #[inline(always)]
+        fn load_f16(src: &[u16; N]) -> Self {
+            unsafe { Self(_mm512_cvtph_ps(_mm256_loadu_si256(src.as_ptr().cast()))) }
+        }
+        #[inline(always)]
+        fn store_f16(self, dst: &mut [u16; N]) {
+            unsafe {
+                _mm256_storeu_si256(dst.as_mut_ptr().cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0));
+            }
+        }
+        #[inline(always)]
+        fn add(self, o: Self) -> Self {
+            unsafe { Self(_mm512_add_ps(self.0, o.0)) }
+        }
+        #[inline(always)]
+        fn sub(self, o: Self) -> Self {
+            unsafe { Self(_mm512_sub_ps(self.0, o.0)) }
+        }
+        #[inline(always)]
+        fn mul(self, o: Self) -> Self {
+            unsafe { Self(_mm512_mul_ps(self.0, o.0)) }
+        }
+        #[inline(always)]
+        fn div(self, o: Self) -> Self {
+            unsafe { Self(_mm512_div_ps(self.0, o.0)) }
+        }
+        #[inline(always)]
+        fn fma(self, a: Self, b: Self) -> Self {
+            unsafe { Self(_mm512_fmadd_ps(self.0, a.0, b.0)) }
+        }
+        #[inline(always)]
+        fn max(self, o: Self) -> Self {
+            unsafe { Self(_mm512_max_ps(self.0, o.0)) }
+        }
+        #[inline(always)]
+        fn min(self, o: Self) -> Self {
+            unsafe { Self(_mm512_min_ps(self.0, o.0)) }
+        }
+        #[inline(always)]
+        fn pow2(self) -> Self {
+            unsafe {
+                let n = _mm512_add_epi32(_mm512_cvttps_epi32(self.0), _mm512_set1_epi32(127));
+                Self(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(n)))
+            }
+        }
+        #[inline(always)]
+        fn select_gt(a: Self, b: Self, x: Self, y: Self) -> Self {
+            unsafe { Self(_mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a.0, b.0), y.0, x.0)) }
+        }
+        #[inline(always)]
+        fn transpose(m: &mut [Self; N]) {
+            unsafe {
+                let mut t = [_mm512_setzero_ps(); N];
+                // Pairs of rows, then quads within 128-bit lanes, then 4x4 blocks of lanes in two steps.
+                for i in 0..8 {
+                    t[2 * i] = _mm512_unpacklo_ps(m[2 * i].0, m[2 * i + 1].0);
+                    t[2 * i + 1] = _mm512_unpackhi_ps(m[2 * i].0, m[2 * i + 1].0);
+                }
+                let mut u = [_mm512_setzero_ps(); N];
+                for i in 0..4 {
+                    let pd = |k: usize| _mm512_castps_pd(t[4 * i + k]);
+                    u[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(0), pd(2)));
+                    u[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(0), pd(2)));
+                    u[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(1), pd(3)));
+                    u[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(1), pd(3)));
+                }
+                for j in 0..4 {
+                    let a = _mm512_shuffle_f32x4::<0x88>(u[j], u[4 + j]);
+                    let b = _mm512_shuffle_f32x4::<0xdd>(u[j], u[4 + j]);
+                    let c = _mm512_shuffle_f32x4::<0x88>(u[8 + j], u[12 + j]);
+                    let d = _mm512_shuffle_f32x4::<0xdd>(u[8 + j], u[12 + j]);
+                    m[j].0 = _mm512_shuffle_f32x4::<0x88>(a, c);
+                    m[4 + j].0 = _mm512_shuffle_f32x4::<0x88>(b, d);
+                    m[8 + j].0 = _mm512_shuffle_f32x4::<0xdd>(a, c);
+                    m[12 + j].0 = _mm512_shuffle_f32x4::<0xdd>(b, d);
+                }
+            }
+        }
+    }
+
+    /// Two 256-bit registers.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx2(__m256, __m256);
+
+    // SAFETY (for every block below): as for `Avx512`.
+    #[allow(clippy::undocumented_unsafe_blocks, reason = "one contract for the whole impl, stated above")]
+    impl Lanes for Avx2 {
+        #[inline(always)]
+        fn splat(x: f32) -> Self {
+            unsafe { Self(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
+        }
+        #[inline(always)]
+        fn load(src: &[f32; N]) -> Self {
+            unsafe { Self(_mm256_loadu_ps(src.as_ptr()), _mm256_loadu_ps(src.as_ptr().add(8))) }
+        }
+        #[inline(always)]
+        fn store(self, dst: &mut [f32; N]) {
+            unsafe {
+                _mm256_storeu_ps(dst.as_mut_ptr(), self.0);
+                _mm256_storeu_ps(dst.as_mut_ptr().add(8), self.1);
+            }
+        }
+        #[inline(always)]
+        fn load_f16(src: &[u16; N]) -> Self {
+            unsafe {
+                Self(
+                    _mm256_cvtph_ps(_mm_loadu_si128(src.as_ptr().cast())),
+                    _mm256_cvtph_ps(_mm_loadu_si128(src.as_ptr().add(8).cast())),
+                )
+            }
+        }
+        #[inline(always)]
+        fn store_f16(self, dst: &mut [u16; N]) {
+            unsafe {
+                let p = dst.as_mut_ptr();
+                _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0));
+                _mm_storeu_si128(p.add(8).cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.1));
+            }
+        }
+        #[inline(always)]
+        fn add(self, o: Self) -> Self {
+            unsafe { Self(_mm256_add_ps(self.0, o.0), _mm256_add_ps(self.1, o.1)) }
+        }
+        #[inline(always)]
+        fn sub(self, o: Self) -> Self {
+            unsafe { Self(_mm256_sub_ps(self.0, o.0), _mm256_sub_ps(self.1, o.1)) }
+        }
+        #[inline(always)]
+        fn mul(self, o: Self) -> Self {
+            unsafe { Self(_mm256_mul_ps(self.0, o.0), _mm256_mul_ps(self.1, o.1)) }
+        }
+        #[inline(always)]
+        fn div(self, o: Self) -> Self {
+            unsafe { Self(_mm256_div_ps(self.0, o.0), _mm256_div_ps(self.1, o.1)) }
+        }
+        #[inline(always)]
+        fn fma(self, a: Self, b: Self) -> Self {
+            unsafe { Self(_mm256_fmadd_ps(self.0, a.0, b.0), _mm256_fmadd_ps(self.1, a.1, b.1)) }
+        }
+        #[inline(always)]
+        fn max(self, o: Self) -> Self {
+            unsafe { Self(_mm256_max_ps(self.0, o.0), _mm256_max_ps(self.1, o.1)) }
+        }
+        #[inline(always)]
+        fn min(self, o: Self) -> Self {
+            unsafe { Self(_mm256_min_ps(self.0, o.0), _mm256_min_ps(self.1, o.1)) }
+        }
+        #[inline(always)]
+        fn pow2(self) -> Self {
+            unsafe {
+                let f = |x| {
+                    let n = _mm256_add_epi32(_mm256_cvttps_epi32(x), _mm256_set1_epi32(127));
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<23>(n))
+                };
+                Self(f(self.0), f(self.1))
+            }
+        }
+        #[inline(always)]
+        fn select_gt(a: Self, b: Self, x: Self, y: Self) -> Self {
+            unsafe {
+                Self(
+                    _mm256_blendv_ps(y.0, x.0, _mm256_cmp_ps::<_CMP_GT_OQ>(a.0, b.0)),
+                    _mm256_blendv_ps(y.1, x.1, _mm256_cmp_ps::<_CMP_GT_OQ>(a.1, b.1)),
+                )
+            }
+        }
+        #[inline(always)]
+        fn transpose(m: &mut [Self; N]) {
+            // Through memory: used once per key tile, where AVX2 has no cheap 16x16 shuffle.
+            let mut rows = [Portable::splat(0.0); N];
+            for (r, v) in rows.iter_mut().zip(m.iter()) {
+                let mut x = [0.0; N];
+                v.store(&mut x);
+                *r = Portable::load(&x);
+            }
+            Portable::transpose(&mut rows);
+            for (r, v) in rows.iter().zip(m.iter_mut()) {
+                let mut x = [0.0; N];
+                r.store(&mut x);
+                *v = Self::load(&x);
+            }
+        }
+    }
+}

@@ -1,0 +1,347 @@
+//! The CPU device: the readable reference of every operation, and fast.
+//!
+//! Kernels are chosen by the instruction set found at run time ([`Isa`]); each gives the same bits on all of them, because
+//! integer sums are exact and every floating-point operation has one fixed place in a row's order of operations.
+
+pub(crate) mod attention;
+pub(crate) mod bank;
+pub(crate) mod elementwise;
+pub(crate) mod float;
+pub mod isa;
+pub(crate) mod lanes;
+pub(crate) mod matmul;
+pub mod pool;
+pub(crate) mod raw;
+
+#[allow(unsafe_code, reason = "state rows are raw bank memory")]
+mod state_rows;
+
+use std::collections::HashMap;
+use std::sync::{Arc, RwLock};
+
+use ds4_manifests::GgmlType;
+use ds4_os::SharedBytes;
+
+use crate::device::{Attention, Device, DeviceError, Rope, TensorSource};
+use crate::plan::BatchPlan;
+use crate::quant;
+use crate::state::StateSpec;
+use attention::SpanView;
+use bank::BankView;
+pub use bank::CpuBank;
+pub use isa::Isa;
+use pool::Pool;
+use raw::RawRows;
+
+/// Elements per pool item of row-wise operations: about 2 microseconds of work.
+const GRAIN: usize = 8192;
+
+/// f32 activations `[rows, width]`.
+#[derive(Clone, Debug, Default)]
+pub struct CpuBuffer {
+    data: Vec<f32>,
+    width: usize,
+    rows: usize,
+}
+
+impl CpuBuffer {
+    /// Columns.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Row-major elements.
+    pub fn data(&self) -> &[f32] {
+        &self.data[..self.rows * self.width]
+    }
+
+    /// Row-major elements.
+    pub fn data_mut(&mut self) -> &mut [f32] {
+        &mut self.data[..self.rows * self.width]
+    }
+
+    /// Row `row`.
+    pub fn row(&self, row: usize) -> &[f32] {
+        &self.data()[row * self.width..(row + 1) * self.width]
+    }
+
+    /// Sets the number of rows; the content is unspecified afterwards. Memory is kept when it shrinks.
+    pub fn resize(&mut self, rows: usize) {
+        let n = rows * self.width;
+        if self.data.len() < n {
+            self.data.resize(n, 0.0);
+        }
+        self.rows = rows;
+    }
+}
+
+/// A bound weight: shared read-only bytes, and for vectors (norms) their f32 values.
+pub struct CpuWeight {
+    name: String,
+    ty: GgmlType,
+    rows: usize,
+    cols: usize,
+    row_bytes: usize,
+    bytes: SharedBytes,
+    vector: Vec<f32>,
+}
+
+/// A plan made ready: positions and bank addresses.
+pub struct CpuStep {
+    tokens: Vec<u32>,
+    positions: Vec<usize>,
+    wanted: Vec<usize>,
+    spans: Vec<SpanView>,
+    banks: Vec<BankView>,
+}
+
+/// Cosines and sines for positions from 0, `dim / 2` pairs each.
+type RopeTable = Arc<Vec<[f32; 2]>>;
+
+/// The CPU as a [`Device`].
+pub struct CpuDevice {
+    pool: Pool,
+    isa: Isa,
+    /// Keyed by the bits of the base and the rotated width; grown to the farthest position seen.
+    rope: RwLock<HashMap<(u32, usize), RopeTable>>,
+}
+
+impl CpuDevice {
+    /// Computes on `threads` threads, the calling one included. More threads than the process may run on only get in each
+    /// other's way, so `threads` is capped by [`std::thread::available_parallelism`] (affinity and cgroup quota).
+    pub fn new(threads: usize) -> Self {
+        Self::with_isa(threads, Isa::detect())
+    }
+
+    /// As [`CpuDevice::new`], on a given instruction set: for tests and comparisons.
+    pub fn with_isa(threads: usize, isa: Isa) -> Self {
+        Self { pool: Pool::new(threads.clamp(1, available())), isa, rope: RwLock::default() }
+    }
+
+    /// The instruction set in use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Threads that compute.
+    pub fn threads(&self) -> usize {
+        self.pool.threads()
+    }
+
+    /// A rotary table that covers positions below `positions`.
+    fn rope_table(&self, rope: &Rope, positions: usize) -> RopeTable {
+        let key = (rope.base.to_bits(), rope.dim);
+        let half = rope.dim / 2;
+        let known = self.rope.read().unwrap_or_else(std::sync::PoisonError::into_inner).get(&key).cloned();
+        match known {
+            Some(table) if table.len() >= positions * half => table,
+            known => {
+                let mut table = known.map(|t| (*t).clone()).unwrap_or_default();
+                let have = table.len().checked_div(half).unwrap_or(0);
+                let want = positions.next_power_of_two().max(256);
+                elementwise::rope_table(rope.base, rope.dim, have..want, &mut table);
+                let table = Arc::new(table);
+                self.rope.write().unwrap_or_else(std::sync::PoisonError::into_inner).insert(key, Arc::clone(&table));
+                table
+            }
+        }
+    }
+
+    /// Runs `f(row, out row)` for every row of `out`, in parallel when there is enough to do.
+    fn for_rows(&self, out: &mut CpuBuffer, f: impl Fn(usize, &mut [f32]) + Sync) {
+        let (rows, width) = (out.rows, out.width);
+        let raw = RawRows::new(out.data_mut(), width);
+        self.pool.run(rows, GRAIN.div_ceil(width.max(1)), &|range| {
+            for r in range {
+                #[allow(unsafe_code, reason = "rows are disjoint")]
+                // SAFETY: the pool gives each row to one item.
+                f(r, unsafe { raw.part(r, 0, width) });
+            }
+        });
+    }
+}
+
+impl Default for CpuDevice {
+    fn default() -> Self {
+        Self::new(available())
+    }
+}
+
+/// Threads that this process can really run at once.
+fn available() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+impl Device for CpuDevice {
+    type Buffer = CpuBuffer;
+    type Weight = CpuWeight;
+    type Bank = CpuBank;
+    type Step = CpuStep;
+
+    fn describe(&self) -> String {
+        format!("cpu ({}, {} threads)", self.isa.name(), self.threads())
+    }
+
+    fn bind(&self, source: &TensorSource) -> Result<CpuWeight, DeviceError> {
+        let refuse = |reason: String| DeviceError::Weight { name: source.name.clone(), reason };
+        if !quant::is_supported(source.ty) {
+            return Err(refuse(format!("type {} has no CPU kernel; convert the model to a supported type", source.ty)));
+        }
+        let row_bytes = u64::try_from(source.cols).ok().and_then(|n| source.ty.row_bytes(n));
+        let Some(row_bytes) = row_bytes.and_then(|n| usize::try_from(n).ok()).filter(|_| source.cols > 0) else {
+            let block = source.ty.block_elems();
+            return Err(refuse(format!("rows of {} are not whole {} blocks of {block}", source.cols, source.ty)));
+        };
+        if row_bytes.checked_mul(source.rows) != Some(source.bytes.len()) {
+            return Err(refuse(format!("{} bytes for {} rows of {row_bytes} bytes", source.bytes.len(), source.rows)));
+        }
+        let mut vector = Vec::new();
+        if source.rows == 1 {
+            vector.resize(source.cols, 0.0);
+            quant::dequantize_row(source.ty, &source.bytes, &mut vector);
+        }
+        Ok(CpuWeight {
+            name: source.name.clone(),
+            ty: source.ty,
+            rows: source.rows,
+            cols: source.cols,
+            row_bytes,
+            bytes: source.bytes.clone(),
+            vector,
+        })
+    }
+
+    fn buffer(&self, width: usize) -> CpuBuffer {
+        CpuBuffer { data: Vec::new(), width, rows: 0 }
+    }
+
+    fn bank(&self, spec: &StateSpec, context: usize) -> Result<CpuBank, DeviceError> {
+        CpuBank::new(spec, context)
+    }
+
+    fn bank_commit(&self, bank: &mut CpuBank, tokens: usize) -> Result<(), DeviceError> {
+        bank.commit(tokens)
+    }
+
+    fn bank_trim(&self, bank: &mut CpuBank, tokens: usize) {
+        bank.trim(tokens);
+    }
+
+    fn bank_committed(&self, bank: &CpuBank) -> usize {
+        bank.committed()
+    }
+
+    fn step(&self, plan: &BatchPlan, banks: &mut [CpuBank]) -> Result<CpuStep, DeviceError> {
+        let mut step = CpuStep {
+            tokens: plan.tokens.clone(),
+            positions: Vec::with_capacity(plan.rows()),
+            wanted: plan.wanted.clone(),
+            spans: Vec::with_capacity(plan.spans.len()),
+            banks: Vec::with_capacity(plan.spans.len()),
+        };
+        for s in &plan.spans {
+            assert_eq!(s.first_row, step.positions.len(), "spans cover the rows in order");
+            let view = banks[s.bank].view();
+            let end = s.first_pos + s.rows;
+            assert!(end <= view.tokens(), "span to position {end} of a bank committed to {}", view.tokens());
+            step.positions.extend(s.first_pos..end);
+            let (first_pos, first_row, rows) = (s.first_pos, s.first_row, s.rows);
+            step.spans.push(SpanView { bank: step.banks.len(), first_pos, first_row, rows });
+            step.banks.push(view);
+        }
+        assert_eq!(step.positions.len(), step.tokens.len(), "spans cover the rows");
+        assert!(step.wanted.iter().all(|w| *w < step.tokens.len()), "wanted rows are rows of the plan");
+        // Two spans of one bank may follow each other but not write the same row.
+        for (i, a) in plan.spans.iter().enumerate() {
+            for b in &plan.spans[..i] {
+                let apart = a.first_pos >= b.first_pos + b.rows || b.first_pos >= a.first_pos + a.rows;
+                assert!(a.bank != b.bank || apart, "two spans write the same rows of bank {}", a.bank);
+            }
+        }
+        Ok(step)
+    }
+
+    fn embed(&self, step: &CpuStep, table: &CpuWeight, out: &mut CpuBuffer) {
+        assert_eq!(out.width, table.cols, "{}: output of another width", table.name);
+        out.resize(step.tokens.len());
+        self.for_rows(out, |r, out| {
+            let token = usize::try_from(step.tokens[r]).unwrap_or(usize::MAX);
+            assert!(token < table.rows, "token {token} in a vocabulary of {}", table.rows);
+            let row = &table.bytes[token * table.row_bytes..(token + 1) * table.row_bytes];
+            quant::dequantize_row(table.ty, row, out);
+        });
+    }
+
+    fn rms_norm(&self, x: &CpuBuffer, weight: &CpuWeight, eps: f32, out: &mut CpuBuffer) {
+        assert!(weight.rows == 1 && weight.cols == x.width && out.width == x.width, "{}: shape", weight.name);
+        out.resize(x.rows);
+        self.for_rows(out, |r, out| elementwise::rms_norm(self.isa, x.row(r), &weight.vector, eps, out));
+    }
+
+    fn matmul(&self, x: &CpuBuffer, group: &mut [(&CpuWeight, &mut CpuBuffer)]) {
+        matmul::matmul(self, x, group);
+    }
+
+    fn rope(&self, step: &CpuStep, rope: &Rope, head_dim: usize, x: &mut CpuBuffer) {
+        assert_eq!(x.rows, step.positions.len(), "rows of another step");
+        assert!(rope.dim.is_multiple_of(2) && rope.dim <= head_dim && x.width.is_multiple_of(head_dim), "rope shape");
+        let half = rope.dim / 2;
+        let table = self.rope_table(rope, step.positions.iter().max().map_or(0, |p| p + 1));
+        self.for_rows(x, |r, row| {
+            let at = step.positions[r] * half;
+            elementwise::rope_row(rope, head_dim, &table[at..at + half], row);
+        });
+    }
+
+    fn state_write(&self, step: &CpuStep, slot: usize, x: &CpuBuffer) {
+        assert_eq!(x.rows, step.positions.len(), "rows of another step");
+        for s in &step.spans {
+            for i in 0..s.rows {
+                state_rows::write(self.isa, &step.banks[s.bank], slot, s.first_pos + i, x.row(s.first_row + i));
+            }
+        }
+    }
+
+    fn attention(&self, step: &CpuStep, p: &Attention, q: &CpuBuffer, out: &mut CpuBuffer) {
+        assert_eq!(q.rows, step.positions.len(), "rows of another step");
+        assert!(q.width == p.heads * p.head_dim && out.width == q.width, "attention shape");
+        assert!(p.kv_heads > 0 && p.heads.is_multiple_of(p.kv_heads), "kv_heads divides heads");
+        for b in &step.banks {
+            for slot in [p.k_slot, p.v_slot] {
+                assert_eq!(b.slot(slot).width, p.kv_heads * p.head_dim, "state rows of another width");
+            }
+        }
+        out.resize(q.rows);
+        attention::attention(&self.pool, self.isa, &step.banks, &step.spans, p, q.data(), out.data_mut());
+    }
+
+    fn swiglu(&self, gate: &CpuBuffer, up: &CpuBuffer, out: &mut CpuBuffer) {
+        assert!(gate.width == up.width && gate.rows == up.rows && out.width == gate.width, "swiglu shape");
+        out.resize(gate.rows);
+        self.for_rows(out, |r, out| elementwise::swiglu(self.isa, gate.row(r), up.row(r), out));
+    }
+
+    fn add(&self, x: &mut CpuBuffer, y: &CpuBuffer) {
+        assert!(x.width == y.width && x.rows == y.rows, "add shape");
+        self.for_rows(x, |r, x| elementwise::add(self.isa, x, y.row(r)));
+    }
+
+    fn gather_wanted(&self, step: &CpuStep, x: &CpuBuffer, out: &mut CpuBuffer) {
+        assert_eq!(x.rows, step.positions.len(), "rows of another step");
+        assert_eq!(x.width, out.width, "gather shape");
+        out.resize(step.wanted.len());
+        for (row, out) in step.wanted.iter().zip(out.data_mut().chunks_exact_mut(x.width)) {
+            out.copy_from_slice(x.row(*row));
+        }
+    }
+
+    fn read(&self, x: &CpuBuffer, row: usize, out: &mut Vec<f32>) {
+        out.clear();
+        out.extend_from_slice(x.row(row));
+    }
+}
