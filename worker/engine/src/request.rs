@@ -157,6 +157,12 @@ pub enum EngineError {
     /// The worker is draining.
     #[error("the worker is draining; retry against its successor")]
     Draining,
+    /// The client stopped reading its events.
+    #[error("cancelled: the client read nothing for {seconds} s while events were waiting for it")]
+    Stalled {
+        /// Configured patience, in seconds.
+        seconds: u64,
+    },
     /// Memory for the sequence could not be had.
     #[error("{0}")]
     OutOfMemory(String),

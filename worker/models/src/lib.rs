@@ -1,5 +1,9 @@
 //! Model families: hyper-parameters, weight binding and forward passes, written once against the op set.
 
+pub mod binder;
+pub mod llama;
+
+use ds4_attach::Weights;
 use ds4_kernels::{BatchPlan, Device, DeviceError, StateSpec};
 
 /// Errors of building or running a model.
@@ -36,4 +40,15 @@ pub trait Model<D: Device>: Send {
 
     /// Logits `[wanted rows, vocab]` of the last [`Model::forward`].
     fn logits(&self) -> &D::Buffer;
+}
+
+/// Builds the model that the manifest describes.
+///
+/// # Errors
+/// [`ModelError`] for a family that this build does not have, or when something does not fit it.
+pub fn build<D: Device>(device: &D, weights: &Weights) -> Result<Box<dyn Model<D>>, ModelError> {
+    match weights.manifest.model.family.as_str() {
+        "llama" => Ok(Box::new(llama::Llama::build(device, weights)?)),
+        other => Err(ModelError::Bind(format!("family {other:?} is unknown to this worker; it has llama"))),
+    }
 }

@@ -1,0 +1,120 @@
+//! One running request: from its bank to its last event.
+
+use std::time::Instant;
+
+use crate::channel::EventSender;
+use crate::handle::Submission;
+use crate::logprobs::token_logprob;
+use crate::output::Output;
+use crate::request::{EngineError, Event, FinishReason, GenerateRequest, Timings};
+use crate::sampler::{Sampler, Scratch, sanitise};
+use crate::vocab::Vocabulary;
+
+/// What a request needs next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// Prompt tokens from this index on are to be computed.
+    Prefill(usize),
+    /// This token was generated and its row is to be computed.
+    Decode(u32),
+}
+
+/// What became of a request after a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// It goes on.
+    Continues,
+    /// `Done` was sent.
+    Finished,
+    /// `Failed` was sent; its bank must not be reused.
+    Broken,
+}
+
+/// A request that holds a bank.
+pub(crate) struct Active {
+    pub request: GenerateRequest,
+    pub events: EventSender,
+    pub bank: usize,
+    pub phase: Phase,
+    /// Since when its client has left no room for events.
+    pub paused: Option<Instant>,
+    sampler: Sampler,
+    output: Output,
+    generated: usize,
+    timings: Timings,
+    admitted: Instant,
+    first_token: Instant,
+}
+
+impl Active {
+    /// Starts a request on `bank`, whose first `cached` rows are the prompt's already, and tells its client.
+    pub fn admit(submission: Submission, bank: usize, cached: usize, now: Instant) -> Self {
+        let Submission { mut request, events, submitted } = submission;
+        let timings = Timings {
+            prompt_tokens: request.prompt.len(),
+            cached_tokens: cached,
+            queued: now.saturating_duration_since(submitted),
+            ..Timings::default()
+        };
+        let sampler = Sampler::new(request.sampling.clone(), &request.prompt);
+        let output = Output::new(std::mem::take(&mut request.stop));
+        events.send(Event::Admitted);
+        Self {
+            request,
+            events,
+            bank,
+            phase: Phase::Prefill(cached),
+            paused: None,
+            sampler,
+            output,
+            generated: 0,
+            timings,
+            admitted: now,
+            first_token: now,
+        }
+    }
+
+    /// Draws the next token from a logits row and tells the client.
+    pub fn take_logits(&mut self, row: &mut [f32], vocab: &dyn Vocabulary, scratch: &mut Scratch) -> Outcome {
+        sanitise(row);
+        let Some(token) = self.sampler.sample(row, scratch) else {
+            self.fail(EngineError::Internal("the model gave no finite logit for this sequence".into()));
+            return Outcome::Broken;
+        };
+        let now = Instant::now();
+        if self.generated == 0 {
+            self.first_token = now;
+            self.timings.prefill = now.saturating_duration_since(self.admitted);
+        }
+        self.generated += 1;
+        let end = vocab.is_eog(token);
+        if end && !self.request.ignore_eos {
+            return self.finish(FinishReason::Stop, now);
+        }
+        let logprob = self.request.logprobs.map(|k| token_logprob(row, token, k as usize, &mut scratch.candidates));
+        // An end token that is being ignored has no text to show.
+        let (text, stopped) = self.output.push(if end { &[] } else { vocab.token_bytes(token) });
+        self.events.send(Event::Token { token, text, logprob });
+        if stopped {
+            return self.finish(FinishReason::Stop, now);
+        }
+        if self.generated >= self.request.max_tokens {
+            return self.finish(FinishReason::Length, now);
+        }
+        self.phase = Phase::Decode(token);
+        Outcome::Continues
+    }
+
+    fn finish(&mut self, reason: FinishReason, now: Instant) -> Outcome {
+        self.timings.completion_tokens = self.generated;
+        self.timings.decode = now.saturating_duration_since(self.first_token);
+        let text = self.output.finish();
+        self.events.send(Event::Done { text, reason, timings: std::mem::take(&mut self.timings) });
+        Outcome::Finished
+    }
+
+    /// Ends the request with an error.
+    pub fn fail(&self, error: EngineError) {
+        self.events.send(Event::Failed(error));
+    }
+}

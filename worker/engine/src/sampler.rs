@@ -1,0 +1,378 @@
+//! The sampler: one token from one row of logits.
+//!
+//! Order: repetition penalty, frequency and presence penalties, logit bias, temperature, then the filters top-k, top-p (over
+//! what top-k kept) and min-p (relative to the best token), then one draw. A request has its own generator and draws once
+//! a token, so its text does not depend on its batch mates.
+
+use std::collections::HashMap;
+use std::hash::{BuildHasher, Hasher};
+
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{Rng, SeedableRng};
+
+use crate::request::SamplingParams;
+use crate::select;
+
+/// Weights below `exp(-80)` of the best one are treated as 0: all of a 130,000-token vocabulary at that weight has less mass
+/// than the 2⁻⁵³ resolution of a draw.
+const NEGLIGIBLE: f32 = -80.0;
+
+/// How many candidates the first pass of a top-p search without top-k looks at; each further pass takes four times more.
+const NUCLEUS_START: usize = 128;
+
+/// Reusable memory of the sampler, one per engine.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    pub(crate) candidates: Vec<(f32, u32)>,
+    weights: Vec<f32>,
+    undo: Vec<(u32, f32)>,
+}
+
+/// The sampling state of one request.
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    params: SamplingParams,
+    rng: ChaCha8Rng,
+    /// Times that a token was generated; prompt tokens are present with 0 when a repetition penalty needs them.
+    counts: HashMap<u32, u32>,
+    penalised: bool,
+}
+
+impl Sampler {
+    /// For validated parameters and a prompt. Without a seed, one is drawn.
+    pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
+        // RandomState's keys come from the operating system: enough entropy for an unseeded request.
+        let seed = params.seed.unwrap_or_else(|| std::hash::RandomState::new().build_hasher().finish());
+        let repetition = params.repetition_penalty != 1.0;
+        let penalised = repetition || params.frequency_penalty != 0.0 || params.presence_penalty != 0.0;
+        let counts = if repetition { prompt.iter().map(|&t| (t, 0)).collect() } else { HashMap::new() };
+        Self { params, rng: ChaCha8Rng::seed_from_u64(seed), counts, penalised }
+    }
+
+    /// Draws a token. `logits` is as the model gave it, NaN aside (see [`sanitise`]), and is left unchanged.
+    /// `None`: the row has nothing to choose from.
+    pub fn sample(&mut self, logits: &mut [f32], scratch: &mut Scratch) -> Option<u32> {
+        self.modify(logits, &mut scratch.undo);
+        let token = self.pick(logits, scratch);
+        for (token, logit) in scratch.undo.drain(..).rev() {
+            logits[token as usize] = logit;
+        }
+        let token = token?;
+        if self.penalised {
+            *self.counts.entry(token).or_insert(0) += 1;
+        }
+        Some(token)
+    }
+
+    /// Applies penalties and bias in place, remembering what was there.
+    #[allow(clippy::cast_precision_loss, reason = "a count of generated tokens is far below 2^24")]
+    fn modify(&self, logits: &mut [f32], undo: &mut Vec<(u32, f32)>) {
+        undo.clear();
+        let p = &self.params;
+        for (&token, &count) in &self.counts {
+            let Some(logit) = logits.get_mut(token as usize) else { continue };
+            undo.push((token, *logit));
+            *logit = if *logit > 0.0 { *logit / p.repetition_penalty } else { *logit * p.repetition_penalty };
+            if count > 0 {
+                *logit -= count as f32 * p.frequency_penalty + p.presence_penalty;
+            }
+        }
+        for &(token, bias) in &p.logit_bias {
+            let Some(logit) = logits.get_mut(token as usize) else { continue };
+            undo.push((token, *logit));
+            *logit += bias;
+        }
+    }
+
+    fn pick(&mut self, logits: &[f32], scratch: &mut Scratch) -> Option<u32> {
+        if self.params.temperature == 0.0 {
+            return select::argmax(logits);
+        }
+        let max = select::max(logits);
+        if max == f32::NEG_INFINITY {
+            return None;
+        }
+        let top_k = self.params.top_k as usize;
+        if self.params.top_p >= 1.0 && (top_k == 0 || top_k >= logits.len()) {
+            self.pick_unordered(logits, max, scratch)
+        } else {
+            self.pick_ordered(logits, max, scratch)
+        }
+    }
+
+    /// Without top-k and top-p no order is needed: two passes over the row.
+    fn pick_unordered(&mut self, logits: &[f32], max: f32, scratch: &mut Scratch) -> Option<u32> {
+        let floor = self.min_p_floor().max(NEGLIGIBLE);
+        let scale = self.scale();
+        let mut total = 0f64;
+        scratch.weights.clear();
+        scratch.weights.extend(logits.iter().map(|&l| {
+            let x = (l - max) * scale;
+            let w = if x >= floor { x.exp() } else { 0.0 };
+            total += f64::from(w);
+            w
+        }));
+        let at = self.draw(total, scratch.weights.iter().copied());
+        u32::try_from(at?).ok()
+    }
+
+    /// With top-k or top-p: candidates best first, cut, then drawn from.
+    fn pick_ordered(&mut self, logits: &[f32], max: f32, scratch: &mut Scratch) -> Option<u32> {
+        let p = &self.params;
+        let scale = self.scale();
+        let top_p = f64::from(p.top_p);
+        let weight = |l: f32| ((l - max) * scale).exp();
+        let top_k = p.top_k as usize;
+        let candidates = &mut scratch.candidates;
+
+        let mut keep;
+        if top_k > 0 && top_k < logits.len() {
+            select::top_k(logits, top_k, candidates);
+            let total: f64 = candidates.iter().map(|c| f64::from(weight(c.0))).sum();
+            keep = nucleus(candidates, &weight, top_p * total).unwrap_or(candidates.len());
+        } else {
+            let total: f64 = logits.iter().map(|&l| f64::from(weight(l))).sum();
+            let mut look = NUCLEUS_START;
+            keep = loop {
+                select::top_k(logits, look, candidates);
+                match nucleus(candidates, &weight, top_p * total) {
+                    Some(n) => break n,
+                    // Rounding can leave the sum of all just below p times itself.
+                    None if candidates.len() == logits.len() => break candidates.len(),
+                    None => look *= 4,
+                }
+            };
+        }
+        let floor = self.min_p_floor();
+        keep = keep.min(candidates.partition_point(|c| (c.0 - max) * scale >= floor)).max(1);
+
+        scratch.weights.clear();
+        scratch.weights.extend(candidates[..keep].iter().map(|c| weight(c.0)));
+        let total = scratch.weights.iter().map(|&w| f64::from(w)).sum();
+        let at = self.draw(total, scratch.weights.iter().copied())?;
+        Some(scratch.candidates[at].1)
+    }
+
+    /// `1 / temperature`, bounded so that a temperature of 1e-40 is greedy and not 0 times infinity.
+    fn scale(&self) -> f32 {
+        1.0 / self.params.temperature.max(1e-30)
+    }
+
+    /// `ln(min_p)`: the least scaled logit below the best one that min-p keeps.
+    fn min_p_floor(&self) -> f32 {
+        if self.params.min_p > 0.0 { self.params.min_p.ln() } else { f32::NEG_INFINITY }
+    }
+
+    /// The index of a weight, with probability proportional to it.
+    #[allow(clippy::cast_precision_loss, reason = "53 random bits fit an f64 exactly")]
+    fn draw(&mut self, total: f64, weights: impl Iterator<Item = f32>) -> Option<usize> {
+        let unit = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
+        let mut left = unit * total;
+        let mut last = None;
+        for (i, w) in weights.enumerate() {
+            if w > 0.0 {
+                last = Some(i);
+                left -= f64::from(w);
+                if left < 0.0 {
+                    break;
+                }
+            }
+        }
+        last
+    }
+}
+
+/// How many of the best candidates reach `mass`, or `None` when all together don't.
+fn nucleus(candidates: &[(f32, u32)], weight: &impl Fn(f32) -> f32, mass: f64) -> Option<usize> {
+    let mut sum = 0f64;
+    candidates
+        .iter()
+        .position(|c| {
+            sum += f64::from(weight(c.0));
+            sum >= mass
+        })
+        .map(|i| i + 1)
+}
+
+/// Makes a row fit to be ordered: NaN becomes `-inf`, `+inf` the largest number. Returns how many values were not finite.
+pub fn sanitise(logits: &mut [f32]) -> usize {
+    if logits.iter().all(|l| l.is_finite()) {
+        return 0;
+    }
+    let mut bad = 0;
+    for l in logits {
+        if !l.is_finite() {
+            bad += 1;
+            *l = if *l == f32::INFINITY { f32::MAX } else { f32::NEG_INFINITY };
+        }
+    }
+    bad
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn params() -> SamplingParams {
+        SamplingParams { seed: Some(7), ..Default::default() }
+    }
+
+    fn logits_of(p: &[f64]) -> Vec<f32> {
+        p.iter().map(|p| p.ln() as f32 - 1.5).collect()
+    }
+
+    /// Draws `n` times and returns the counts.
+    fn histogram(params: SamplingParams, logits: &[f32], n: usize) -> Vec<f64> {
+        let mut sampler = Sampler::new(params, &[]);
+        let (mut row, mut scratch) = (logits.to_vec(), Scratch::default());
+        let mut counts = vec![0f64; logits.len()];
+        for _ in 0..n {
+            counts[sampler.sample(&mut row, &mut scratch).unwrap() as usize] += 1.0;
+        }
+        assert_eq!(row, logits, "the row must be left as it was");
+        counts
+    }
+
+    /// Chi-square against `expected` probabilities; impossible outcomes must not occur at all.
+    fn assert_distribution(params: SamplingParams, logits: &[f32], expected: &[f64]) {
+        let n = 40_000;
+        let counts = histogram(params.clone(), logits, n);
+        let mut chi = 0.0;
+        let mut cells = 0;
+        for (count, p) in counts.iter().zip(expected) {
+            if *p == 0.0 {
+                assert_eq!(*count, 0.0, "{params:?}: drew an excluded token: {counts:?}");
+            } else {
+                chi += (count - n as f64 * p).powi(2) / (n as f64 * p);
+                cells += 1;
+            }
+        }
+        // 99.99th percentile of chi-square with up to 4 degrees of freedom is 23.5; the seed is fixed.
+        assert!(cells <= 5 && chi < 23.5, "{params:?}: chi-square {chi}, counts {counts:?}, expected {expected:?}");
+    }
+
+    const P: [f64; 5] = [0.1, 0.4, 0.05, 0.25, 0.2];
+
+    #[test]
+    fn plain_sampling_follows_the_softmax() {
+        assert_distribution(params(), &logits_of(&P), &P);
+    }
+
+    #[test]
+    fn temperature_raises_probabilities_to_its_inverse() {
+        // T = 0.5 squares the probabilities: .01 .16 .0025 .0625 .04, sum .275.
+        let squared: Vec<f64> = P.iter().map(|p| p * p / 0.275).collect();
+        assert_distribution(SamplingParams { temperature: 0.5, ..params() }, &logits_of(&P), &squared);
+    }
+
+    #[test]
+    fn top_k_keeps_the_k_best_renormalised() {
+        let want = [0.0, 0.4 / 0.65, 0.0, 0.25 / 0.65, 0.0];
+        assert_distribution(SamplingParams { top_k: 2, ..params() }, &logits_of(&P), &want);
+    }
+
+    #[test]
+    fn top_p_keeps_the_smallest_set_that_reaches_p() {
+        // Sorted: .4 .25 .2 .1 .05. p = 0.7 needs the first three (.85).
+        let want = [0.0, 0.4 / 0.85, 0.0, 0.25 / 0.85, 0.2 / 0.85];
+        assert_distribution(SamplingParams { top_p: 0.7, ..params() }, &logits_of(&P), &want);
+        // p = 0.3 is reached by the best alone.
+        assert_distribution(SamplingParams { top_p: 0.3, ..params() }, &logits_of(&P), &[0.0, 1.0, 0.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn top_p_counts_within_what_top_k_kept() {
+        // top-k 3 renormalises to .4/.85=.47, .29, .24; p = 0.7 is reached by the first two (.76).
+        let want = [0.0, 0.4 / 0.65, 0.0, 0.25 / 0.65, 0.0];
+        assert_distribution(SamplingParams { top_k: 3, top_p: 0.7, ..params() }, &logits_of(&P), &want);
+    }
+
+    #[test]
+    fn min_p_is_relative_to_the_best() {
+        // 0.3 * 0.4 = 0.12 drops 0.1 and 0.05.
+        let want = [0.0, 0.4 / 0.85, 0.0, 0.25 / 0.85, 0.2 / 0.85];
+        assert_distribution(SamplingParams { min_p: 0.3, ..params() }, &logits_of(&P), &want);
+        assert_distribution(SamplingParams { min_p: 0.3, top_p: 0.99, ..params() }, &logits_of(&P), &want);
+    }
+
+    #[test]
+    fn top_p_over_a_flat_wide_row_grows_its_search() {
+        // 1000 equal tokens: p = 0.5 keeps the 500 lowest ids, more than the first pass looks at.
+        let row = vec![0f32; 1000];
+        let counts = histogram(SamplingParams { top_p: 0.5, ..params() }, &row, 20_000);
+        assert!(counts[500..].iter().all(|c| *c == 0.0));
+        assert!(counts[..500].iter().filter(|c| **c > 0.0).count() > 490);
+    }
+
+    #[test]
+    fn bias_multiplies_odds() {
+        // +ln 4 on the token of 0.1 makes the weights .4 .4 .05 .25 .2, sum 1.3.
+        let want = [0.4 / 1.3, 0.4 / 1.3, 0.05 / 1.3, 0.25 / 1.3, 0.2 / 1.3];
+        let biased = SamplingParams { logit_bias: vec![(0, 4f32.ln())], ..params() };
+        assert_distribution(biased, &logits_of(&P), &want);
+        let banned = SamplingParams { temperature: 0.0, logit_bias: vec![(1, -100.0)], ..params() };
+        assert_eq!(Sampler::new(banned, &[]).sample(&mut logits_of(&P), &mut Scratch::default()), Some(3));
+    }
+
+    #[test]
+    fn frequency_and_presence_follow_the_formula() {
+        // Greedy over [2.0, 1.5]: each use of a token costs 0.3 per use plus 0.4 once.
+        // 2.0 → 1.3 <1.5 → token 1 → 0.8; 1.3 → 1.0; 0.8 <1.0 → token 0 → 0.7; 0.8 → token 1.
+        let p = SamplingParams { temperature: 0.0, frequency_penalty: 0.3, presence_penalty: 0.4, ..params() };
+        let mut sampler = Sampler::new(p, &[0, 0, 0, 1]);
+        let (mut row, mut scratch) = (vec![2.0, 1.5], Scratch::default());
+        let got: Vec<u32> = (0..5).map(|_| sampler.sample(&mut row, &mut scratch).unwrap()).collect();
+        assert_eq!(got, [0, 1, 0, 0, 1]);
+    }
+
+    #[test]
+    fn repetition_penalty_covers_the_prompt_and_both_signs() {
+        let p = SamplingParams { temperature: 0.0, repetition_penalty: 2.0, ..params() };
+        // Token 0 was in the prompt: 2.0 becomes 1.0, below 1.5.
+        assert_eq!(Sampler::new(p.clone(), &[0]).sample(&mut [2.0, 1.5], &mut Scratch::default()), Some(1));
+        // A negative logit moves away from zero: -1 becomes -2, below -1.5.
+        assert_eq!(Sampler::new(p, &[0]).sample(&mut [-1.0, -1.5], &mut Scratch::default()), Some(1));
+    }
+
+    #[test]
+    fn one_seed_one_sequence() {
+        let row = logits_of(&[1.0 / 64.0; 64]);
+        let run = |seed, noise: bool| {
+            let mut s = Sampler::new(SamplingParams { seed: Some(seed), ..Default::default() }, &[]);
+            let mut other = Sampler::new(params(), &[]);
+            let mut scratch = Scratch::default();
+            let mut row = row.clone();
+            (0..32)
+                .map(|_| {
+                    if noise {
+                        other.sample(&mut row, &mut scratch);
+                    }
+                    s.sample(&mut row, &mut scratch).unwrap()
+                })
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(run(1, false), run(1, true));
+        assert_ne!(run(1, false), run(2, false));
+        let unseeded = || {
+            let mut s = Sampler::new(SamplingParams::default(), &[]);
+            let mut row = row.clone();
+            (0..32).map(|_| s.sample(&mut row, &mut Scratch::default()).unwrap()).collect::<Vec<_>>()
+        };
+        assert_ne!(unseeded(), unseeded());
+    }
+
+    #[test]
+    fn bad_numbers_are_never_chosen() {
+        let mut row = [f32::NAN, 1.0, f32::NEG_INFINITY, f32::INFINITY];
+        assert_eq!(sanitise(&mut row), 3);
+        for temperature in [0.0, 1e-30, 1.0, 2.0] {
+            let p = SamplingParams { temperature, top_p: 0.9, ..params() };
+            assert_eq!(Sampler::new(p, &[]).sample(&mut row, &mut Scratch::default()), Some(3), "T={temperature}");
+        }
+        let mut nothing = [f32::NAN; 40];
+        assert_eq!(sanitise(&mut nothing), 40);
+        for p in [params(), SamplingParams::greedy(), SamplingParams { top_k: 3, ..params() }] {
+            assert_eq!(Sampler::new(p, &[]).sample(&mut nothing, &mut Scratch::default()), None);
+        }
+    }
+}

@@ -1,0 +1,361 @@
+//! The engine thread: queue, admission, steps, cancellation, drain.
+//!
+//! It owns all mutable state and takes no lock. A step is one decode row of every request that can take a token, plus at
+//! most a chunk of prompt tokens in order of admission: a later prompt starts only when the ones before it are whole, so
+//! at most one prompt is ever half computed. Between steps it notices clients that left. With nothing to compute it
+//! sleeps on its command channel.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::time::{Duration, Instant};
+
+use ds4_kernels::{BatchPlan, Device, DeviceError};
+
+use crate::active::{Active, Outcome, Phase};
+use crate::engine::Engine;
+use crate::handle::{Command, EngineState, Shared, Submission};
+use crate::request::{EngineError, Event};
+use crate::sampler::Scratch;
+use crate::stats::add;
+
+/// Step time over which the decode rate is averaged.
+const RATE_WINDOW: Duration = Duration::from_secs(1);
+
+/// A span of the current plan: whose it is and which logits row it gets.
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    active: usize,
+    logits: Option<usize>,
+}
+
+/// The state of the engine thread.
+pub(crate) struct Scheduler<D: Device> {
+    engine: Engine<D>,
+    shared: Arc<Shared>,
+    commands: Receiver<Command>,
+    queue: VecDeque<Submission>,
+    active: Vec<Active>,
+    /// End of a drain, once one was asked for.
+    drain: Option<Instant>,
+    shutdown: bool,
+    /// No handle is left that could submit.
+    abandoned: bool,
+    plan: BatchPlan,
+    entries: Vec<Entry>,
+    row: Vec<f32>,
+    scratch: Scratch,
+    window: (u64, Duration),
+}
+
+impl<D: Device> Scheduler<D> {
+    /// Takes an engine over.
+    pub fn new(engine: Engine<D>, shared: Arc<Shared>, commands: Receiver<Command>) -> Self {
+        Self {
+            engine,
+            shared,
+            commands,
+            queue: VecDeque::new(),
+            active: Vec::new(),
+            drain: None,
+            shutdown: false,
+            abandoned: false,
+            plan: BatchPlan::default(),
+            entries: Vec::new(),
+            row: Vec::new(),
+            scratch: Scratch::default(),
+            window: (0, Duration::ZERO),
+        }
+    }
+
+    /// The thread's body. Whatever happens, every request hears of it and the state becomes final.
+    pub fn run_to_end(mut self) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.run())).unwrap_or_else(|panic| Err(panic_text(&*panic)));
+        let (state, error) = match outcome {
+            Ok(()) => (EngineState::Stopped, EngineError::Draining),
+            Err(why) => {
+                tracing::error!(error = %why, "engine failed");
+                (EngineState::Failed(why.clone()), EngineError::Internal(why))
+            }
+        };
+        // New submissions are refused before the last ones in the channel are told.
+        let shared = Arc::clone(&self.shared);
+        shared.state.send_if_modified(|s| {
+            let running = *s == EngineState::Running;
+            if running {
+                *s = EngineState::Draining;
+            }
+            running
+        });
+        self.end_all(&error);
+        drop(self);
+        shared.state.send_replace(state);
+    }
+
+    fn run(&mut self) -> Result<(), String> {
+        let mut runnable = false;
+        loop {
+            self.receive(!runnable);
+            self.reap_queue();
+            self.cancel_gone();
+            if self.shutdown || self.drained() {
+                return Ok(());
+            }
+            self.admit();
+            self.build_plan();
+            self.publish();
+            runnable = !self.plan.spans.is_empty();
+            if runnable {
+                self.step()?;
+            }
+        }
+    }
+
+    /// Takes all waiting commands; with `wait`, sleeps until there is one or a deadline passes.
+    fn receive(&mut self, wait: bool) {
+        if wait && !self.abandoned {
+            let command = match self.next_deadline() {
+                None => self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(at) => self.commands.recv_timeout(at.saturating_duration_since(Instant::now())),
+            };
+            match command {
+                Ok(command) => self.obey(command),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => self.abandoned = true,
+            }
+        }
+        loop {
+            match self.commands.try_recv() {
+                Ok(command) => self.obey(command),
+                Err(TryRecvError::Empty) => break,
+                Err(TryRecvError::Disconnected) => {
+                    self.abandoned = true;
+                    break;
+                }
+            }
+        }
+    }
+
+    fn obey(&mut self, command: Command) {
+        match command {
+            Command::Submit(submission) => self.queue.push_back(*submission),
+            Command::Wake => {}
+            Command::Drain(deadline) => {
+                // A second drain may shorten the first, not prolong it.
+                self.drain = Some(self.drain.map_or(deadline, |d| d.min(deadline)));
+            }
+            Command::Shutdown => self.shutdown = true,
+        }
+    }
+
+    /// When the thread must wake although nobody tells it anything.
+    fn next_deadline(&self) -> Option<Instant> {
+        let patience = self.engine.config.stall_timeout;
+        self.active.iter().filter_map(|a| a.paused).map(|since| since + patience).chain(self.drain).min()
+    }
+
+    /// A2: clients that left while queued must not hold places, nor ever reach a bank.
+    fn reap_queue(&mut self) {
+        let before = self.queue.len();
+        self.queue.retain(|s| !s.events.is_closed());
+        let reaped = before - self.queue.len();
+        if reaped > 0 {
+            self.shared.stats.queued.fetch_sub(reaped, Relaxed);
+            add(&self.shared.stats.reaped, reaped);
+        }
+    }
+
+    /// A1: clients that left while running give their bank up, rows kept for reuse. Clients that stopped reading are
+    /// ended after `stall_timeout`.
+    fn cancel_gone(&mut self) {
+        let patience = self.engine.config.stall_timeout;
+        let now = Instant::now();
+        let stats = &self.shared.stats;
+        let (engine, active) = (&mut self.engine, &mut self.active);
+        active.retain_mut(|a| {
+            if a.events.is_closed() {
+                let counter = match a.phase {
+                    Phase::Prefill(_) => &stats.cancelled_prefill,
+                    Phase::Decode(_) => &stats.cancelled_decode,
+                };
+                add(counter, 1);
+                tracing::debug!(id = %a.request.id, phase = ?a.phase, "cancelled: the client left");
+            } else if a.paused.is_some_and(|since| now.saturating_duration_since(since) >= patience) {
+                a.fail(EngineError::Stalled { seconds: patience.as_secs() });
+                add(&stats.stalled, 1);
+                add(&stats.failed, 1);
+            } else {
+                return true;
+            }
+            engine.banks.release(&engine.device, a.bank, true);
+            false
+        });
+    }
+
+    /// True when a drain, or the departure of every handle, has nothing left to wait for. What waits in the queue of a
+    /// draining worker is refused at once, so that its client can go to the successor.
+    fn drained(&mut self) -> bool {
+        if let Some(deadline) = self.drain {
+            let stats = &self.shared.stats;
+            for submission in self.queue.drain(..) {
+                stats.release_queue_slot();
+                add(&stats.failed, 1);
+                submission.events.send(Event::Failed(EngineError::Draining));
+            }
+            return self.active.is_empty() || Instant::now() >= deadline;
+        }
+        self.abandoned && self.active.is_empty() && self.queue.is_empty()
+    }
+
+    fn admit(&mut self) {
+        let stats = &self.shared.stats;
+        while let Some(next) = self.queue.front() {
+            let Some(got) = self.engine.banks.admit(&self.engine.device, &next.request.prompt) else { break };
+            let Some(submission) = self.queue.pop_front() else { break };
+            stats.release_queue_slot();
+            if got.cached > 0 {
+                add(&stats.prefix_hits, 1);
+                add(&stats.cached_tokens, got.cached);
+            }
+            self.active.push(Active::admit(submission, got.bank, got.cached, Instant::now()));
+        }
+    }
+
+    /// Fills the plan and its entries. A request whose rows cannot be committed fails alone.
+    fn build_plan(&mut self) {
+        self.plan.clear();
+        self.entries.clear();
+        let mut unplaced = Vec::new();
+        let (engine, plan, entries) = (&mut self.engine, &mut self.plan, &mut self.entries);
+        for (i, a) in self.active.iter_mut().enumerate() {
+            let Phase::Decode(token) = a.phase else { continue };
+            if !a.events.has_room() {
+                a.paused.get_or_insert_with(Instant::now);
+                continue;
+            }
+            a.paused = None;
+            let pos = engine.banks.len(a.bank);
+            match engine.banks.commit(&engine.device, a.bank, pos + 1) {
+                Ok(()) => entries.push(Entry { active: i, logits: plan.push(a.bank, pos, &[token], true) }),
+                Err(e) => unplaced.push((i, e)),
+            }
+        }
+        let mut budget =
+            if entries.is_empty() { engine.config.prefill_chunk } else { engine.config.prefill_chunk_busy };
+        for (i, a) in self.active.iter().enumerate() {
+            let Phase::Prefill(from) = a.phase else { continue };
+            if budget == 0 {
+                break;
+            }
+            let to = a.request.prompt.len().min(from + budget);
+            budget -= to - from;
+            match engine.banks.commit(&engine.device, a.bank, to) {
+                Ok(()) => {
+                    let whole = to == a.request.prompt.len();
+                    let logits = plan.push(a.bank, from, &a.request.prompt[from..to], whole);
+                    entries.push(Entry { active: i, logits });
+                }
+                Err(e) => unplaced.push((i, e)),
+            }
+        }
+        if !unplaced.is_empty() {
+            self.fail_unplaced(unplaced);
+        }
+    }
+
+    /// Ends requests that memory was refused to, and plans again without them.
+    fn fail_unplaced(&mut self, mut unplaced: Vec<(usize, DeviceError)>) {
+        unplaced.sort_by_key(|(i, _)| std::cmp::Reverse(*i));
+        for (i, error) in unplaced {
+            let a = self.active.remove(i);
+            a.fail(EngineError::OutOfMemory(error.to_string()));
+            add(&self.shared.stats.failed, 1);
+            self.engine.banks.release(&self.engine.device, a.bank, false);
+        }
+        self.build_plan();
+    }
+
+    /// Runs the plan, draws the tokens, ends what is finished.
+    fn step(&mut self) -> Result<(), String> {
+        let started = Instant::now();
+        self.engine.forward(&self.plan).map_err(|e| e.to_string())?;
+        let mut prefilled = 0;
+        for (span, entry) in self.plan.spans.iter().zip(&self.entries) {
+            let rows = span.first_row..span.first_row + span.rows;
+            self.engine.banks.extend(span.bank, &self.plan.tokens[rows]);
+            let a = &mut self.active[entry.active];
+            if let Phase::Prefill(from) = &mut a.phase {
+                *from += span.rows;
+                prefilled += span.rows;
+            }
+        }
+        let mut decoded = 0;
+        let mut ended = Vec::new();
+        for entry in &self.entries {
+            let Some(logits) = entry.logits else { continue };
+            self.engine.device.read(self.engine.model.logits(), logits, &mut self.row);
+            let a = &mut self.active[entry.active];
+            decoded += 1;
+            match a.take_logits(&mut self.row, &*self.engine.vocab, &mut self.scratch) {
+                Outcome::Continues => {}
+                outcome => ended.push((entry.active, outcome)),
+            }
+        }
+        ended.sort_by_key(|(i, _)| std::cmp::Reverse(*i));
+        let stats = &self.shared.stats;
+        for (i, outcome) in ended {
+            let a = self.active.remove(i);
+            let finished = outcome == Outcome::Finished;
+            add(if finished { &stats.finished } else { &stats.failed }, 1);
+            self.engine.banks.release(&self.engine.device, a.bank, finished);
+        }
+        self.engine.banks.rebalance(&self.engine.device);
+        add(&stats.prefill_tokens, prefilled);
+        add(&stats.decode_tokens, decoded);
+        let took = started.elapsed();
+        stats.record_step(took);
+        self.window.0 += decoded as u64;
+        self.window.1 += took;
+        if self.window.1 >= RATE_WINDOW {
+            stats.record_rate(self.window.0, self.window.1);
+            self.window = (0, Duration::ZERO);
+        }
+        Ok(())
+    }
+
+    fn publish(&self) {
+        let stats = &self.shared.stats;
+        stats.running.store(self.active.len(), Relaxed);
+        stats.paused.store(self.active.iter().filter(|a| a.paused.is_some()).count(), Relaxed);
+        stats.bank_bytes.store(self.engine.banks.committed(&self.engine.device), Relaxed);
+        stats.idle_banks.store(self.engine.banks.idle(), Relaxed);
+    }
+
+    /// Tells every request that is left, those still in the command channel included.
+    fn end_all(&mut self, error: &EngineError) {
+        while let Ok(command) = self.commands.try_recv() {
+            self.obey(command);
+        }
+        let stats = &self.shared.stats;
+        for submission in self.queue.drain(..) {
+            stats.release_queue_slot();
+            add(&stats.failed, 1);
+            submission.events.send(Event::Failed(error.clone()));
+        }
+        for a in self.active.drain(..) {
+            add(&stats.failed, 1);
+            a.fail(error.clone());
+        }
+        stats.running.store(0, Relaxed);
+        stats.paused.store(0, Relaxed);
+    }
+}
+
+/// The message of a panic.
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("panic in the engine thread: {}", text.unwrap_or("no message"))
+}

@@ -1,0 +1,187 @@
+//! Attention of one layer: low-rank queries, one shared key-value row per token, compressed history, grouped output.
+//!
+//! Source: fact sheet sections 3.4 to 3.8 (transformers' `DeepseekV4Attention` and DeepSeek's own kernels).
+
+use ds4_kernels::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
+
+use super::bind::{CompressorWeights, IndexerWeights, LayerWeights};
+use super::params::{LayerKind, Params};
+use super::state::{CompressorSlots, LayerSlots};
+
+/// Values and scores of a compressor's projections.
+struct Projections<D: SparseOps> {
+    values: D::Buffer,
+    scores: D::Buffer,
+}
+
+impl<D: SparseOps> Projections<D> {
+    fn new(device: &D, width: usize) -> Self {
+        Self { values: device.buffer(width), scores: device.buffer(width) }
+    }
+}
+
+/// Buffers of the attention sublayer; reused by every layer.
+pub struct AttentionBuffers<D: SparseOps> {
+    q_latent: D::Buffer,
+    q_norm: D::Buffer,
+    q: D::Buffer,
+    kv_raw: D::Buffer,
+    kv: D::Buffer,
+    plain: Projections<D>,
+    overlapping: Projections<D>,
+    index: Projections<D>,
+    index_q: D::Buffer,
+    index_w: D::Buffer,
+    selection: D::Selection,
+    heads: D::Buffer,
+    groups: D::Buffer,
+}
+
+impl<D: SparseOps> AttentionBuffers<D> {
+    /// Buffers with no rows yet.
+    pub fn new(device: &D, p: &Params) -> Self {
+        Self {
+            q_latent: device.buffer(p.q_lora),
+            q_norm: device.buffer(p.q_lora),
+            q: device.buffer(p.heads * p.head_dim),
+            kv_raw: device.buffer(p.head_dim),
+            kv: device.buffer(p.head_dim),
+            plain: Projections::new(device, p.head_dim),
+            overlapping: Projections::new(device, 2 * p.head_dim),
+            index: Projections::new(device, 2 * p.index_dim),
+            index_q: device.buffer(p.index_heads * p.index_dim),
+            index_w: device.buffer(p.index_heads),
+            selection: D::Selection::default(),
+            heads: device.buffer(p.heads * p.head_dim),
+            groups: device.buffer(p.o_groups * p.o_lora),
+        }
+    }
+}
+
+/// Rotary tables of the two layer kinds.
+pub struct Rotary<T> {
+    /// Sliding-window layers.
+    pub plain: T,
+    /// Compressed layers: queries, raw rows, compressed rows and the indexer.
+    pub compressed: T,
+}
+
+/// One layer's attention: everything that stays the same between steps.
+pub struct AttentionLayer<'a, D: SparseOps> {
+    /// Hyper-parameters.
+    pub p: &'a Params,
+    /// Kind of this layer.
+    pub kind: &'a LayerKind,
+    /// Its tensors.
+    pub w: &'a LayerWeights<D::Weight>,
+    /// Its state.
+    pub slots: &'a LayerSlots,
+    /// Rotary tables.
+    pub rotary: &'a Rotary<D::RopeTable>,
+    /// Numeric profile.
+    pub numerics: KvNumerics,
+}
+
+impl<D: SparseOps> AttentionLayer<'_, D> {
+    /// `y = attention(x)` for normed inputs `x` (`[rows, D]`); writes this step's state.
+    pub fn run(&self, device: &D, step: &D::Step, b: &mut AttentionBuffers<D>, x: &D::Buffer, y: &mut D::Buffer) {
+        let Self { p, kind, w, slots, .. } = *self;
+        let rope = if kind.ratio == 0 { &self.rotary.plain } else { &self.rotary.compressed };
+
+        device.matmul(x, &mut [(&w.q_a, &mut b.q_latent), (&w.kv, &mut b.kv_raw)]);
+        device.rms_norm(&b.q_latent, &w.q_a_norm, p.rms_eps, &mut b.q_norm);
+        device.matmul(&b.q_norm, &mut [(&w.q_b, &mut b.q)]);
+        device.head_rms(&mut b.q, p.head_dim, p.rms_eps);
+        device.rope_tail(step, rope, p.head_dim, false, &mut b.q);
+
+        device.rms_norm(&b.kv_raw, &w.kv_norm, p.rms_eps, &mut b.kv);
+        device.rope_tail(step, rope, p.head_dim, false, &mut b.kv);
+        device.round_kv(self.numerics, p.rope_dim, &mut b.kv);
+
+        if let (Some(c), Some(s)) = (&w.compressor, slots.main) {
+            let overlap = kind.indexed(p);
+            let out = if overlap { &mut b.overlapping } else { &mut b.plain };
+            self.compress(device, step, c, s, (p.head_dim, overlap, false), x, out);
+        }
+        let selection = match (&w.indexer, slots.index) {
+            (Some(indexer), Some(s)) => {
+                self.compress(device, step, &indexer.compressor, s, (p.index_dim, true, true), x, &mut b.index);
+                self.select(device, step, indexer, s, b, x);
+                Some(&b.selection)
+            }
+            _ => None,
+        };
+
+        #[allow(clippy::cast_precision_loss, reason = "a head width")]
+        let scale = 1.0 / (p.head_dim as f32).sqrt();
+        let attention = SparseAttention {
+            heads: p.heads,
+            head_dim: p.head_dim,
+            scale,
+            window: p.window,
+            ring_slot: slots.ring,
+            compressed: slots.main.map(|s| (s.rows, kind.ratio)),
+        };
+        device.sparse_attention(step, &attention, &w.sinks, &b.q, &b.kv, selection, &mut b.heads);
+        device.state_write(step, slots.ring, &b.kv);
+        device.rope_tail(step, rope, p.head_dim, true, &mut b.heads);
+        device.grouped_matmul(&b.heads, &w.output_a, p.o_groups, &mut b.groups);
+        device.matmul(&b.groups, &mut [(&w.output_b, y)]);
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "one call site per compressor kind")]
+    fn compress(
+        &self,
+        device: &D,
+        step: &D::Step,
+        c: &CompressorWeights<D::Weight>,
+        slots: CompressorSlots,
+        (dim, overlap, indexer): (usize, bool, bool),
+        x: &D::Buffer,
+        out: &mut Projections<D>,
+    ) {
+        device.matmul(x, &mut [(&c.values, &mut out.values), (&c.gate, &mut out.scores)]);
+        let compressor = Compressor {
+            ratio: self.kind.ratio,
+            dim,
+            overlap,
+            frontier_slot: slots.frontier,
+            rows_slot: slots.rows,
+            ape: &c.ape,
+            norm: &c.norm,
+            eps: self.p.rms_eps,
+            rope: &self.rotary.compressed,
+            rope_dim: self.p.rope_dim.min(dim),
+            indexer,
+            numerics: self.numerics,
+        };
+        device.compress(step, &compressor, &out.values, &out.scores);
+    }
+
+    fn select(
+        &self,
+        device: &D,
+        step: &D::Step,
+        indexer: &IndexerWeights<D::Weight>,
+        slots: CompressorSlots,
+        b: &mut AttentionBuffers<D>,
+        x: &D::Buffer,
+    ) {
+        let p = self.p;
+        device.matmul(&b.q_norm, &mut [(&indexer.q, &mut b.index_q)]);
+        device.rope_tail(step, &self.rotary.compressed, p.index_dim, false, &mut b.index_q);
+        device.round_index(self.numerics, p.index_dim, &mut b.index_q);
+        device.matmul(x, &mut [(&indexer.head_weights, &mut b.index_w)]);
+        #[allow(clippy::cast_precision_loss, reason = "head counts and widths")]
+        let scale = 1.0 / ((p.index_heads * p.index_dim) as f32).sqrt();
+        let params = Indexer {
+            heads: p.index_heads,
+            head_dim: p.index_dim,
+            top_k: p.index_top_k,
+            ratio: self.kind.ratio,
+            rows_slot: slots.rows,
+            scale,
+        };
+        device.index_select(step, &params, &b.index_q, &b.index_w, &mut b.selection);
+    }
+}

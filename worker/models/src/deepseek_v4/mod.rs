@@ -1,0 +1,13 @@
+//! DeepSeek V4 (Flash, PRO and small models of the same structure).
+//!
+//! Specification: the project's fact sheet on DeepSeek V4, sections 1 to 3.
+
+mod attention;
+mod bind;
+mod ffn;
+mod forward;
+mod params;
+mod state;
+
+pub use forward::DeepseekV4;
+pub use params::{LayerKind, Params};
