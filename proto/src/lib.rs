@@ -1,5 +1,7 @@
 //! Wire contracts between ds4 processes: gRPC control (generated) and the broker socket's messages.
 
+pub mod broker;
+
 /// gRPC control contracts, package `ds4.v1`.
 #[allow(missing_docs, clippy::all, clippy::pedantic, reason = "generated")]
 pub mod v1 {
