@@ -74,6 +74,8 @@ ggml_types! {
     TQ1_0 = 34, 256, 54;
     TQ2_0 = 35, 256, 66;
     MXFP4 = 39, 32, 17;
+    NVFP4 = 40, 64, 36;
+    Q1_0 = 41, 128, 18;
 }
 
 impl GgmlType {
@@ -83,6 +85,31 @@ impl GgmlType {
             return None;
         }
         (elems / self.block_elems()).checked_mul(self.block_bytes())
+    }
+
+    /// Bytes of a tensor of `shape` (`shape[0]` contiguous); `None` when it has no or an empty dimension, when a row is
+    /// not a whole number of blocks, or when the size overflows u64.
+    pub fn tensor_bytes(self, shape: &[u64]) -> Option<u64> {
+        let (&cols, rows) = shape.split_first()?;
+        if shape.contains(&0) {
+            return None;
+        }
+        rows.iter().try_fold(self.row_bytes(cols)?, |bytes, &dim| bytes.checked_mul(dim))
+    }
+
+    /// Name of a type id that ggml once had and removed, for messages; `None` for every other id.
+    pub const fn removed_name(id: u32) -> Option<&'static str> {
+        Some(match id {
+            4 => "Q4_2",
+            5 => "Q4_3",
+            31 => "Q4_0_4_4",
+            32 => "Q4_0_4_8",
+            33 => "Q4_0_8_8",
+            36 => "IQ4_NL_4_4",
+            37 => "IQ4_NL_4_8",
+            38 => "IQ4_NL_8_8",
+            _ => return None,
+        })
     }
 }
 
@@ -97,5 +124,53 @@ impl std::str::FromStr for GgmlType {
 
     fn from_str(s: &str) -> Result<Self, String> {
         Self::ALL.iter().copied().find(|t| t.name() == s).ok_or_else(|| format!("unknown tensor type {s:?}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Block geometry against the sums of the blocks' fields (scales, mins, packed quants), as the format states them.
+    #[test]
+    fn block_bytes_are_the_sum_of_the_fields() {
+        let k = 256;
+        for (ty, elems, bytes) in [
+            (GgmlType::Q4_1, 32, 2 + 2 + 16),
+            (GgmlType::Q5_0, 32, 2 + 4 + 16),
+            (GgmlType::Q8_0, 32, 2 + 32),
+            (GgmlType::Q2_K, k, 2 + 2 + k / 16 + k / 4),
+            (GgmlType::Q3_K, k, 2 + k / 4 + k / 8 + 12),
+            (GgmlType::Q6_K, k, 2 + k / 2 + k / 4 + k / 16),
+            (GgmlType::IQ2_XXS, k, 2 + k / 4),
+            (GgmlType::IQ1_M, k, k / 8 + k / 16 + k / 32),
+            (GgmlType::IQ4_XS, k, 2 + 2 + k / 2 + k / 64),
+            (GgmlType::TQ1_0, k, 2 + 4 * 13),
+            (GgmlType::NVFP4, 64, 4 + 32),
+            (GgmlType::Q1_0, 128, 2 + 16),
+        ] {
+            assert_eq!((ty.block_elems(), ty.block_bytes()), (elems, bytes), "{ty}");
+        }
+    }
+
+    #[test]
+    fn ids_and_names_round_trip_and_removed_ids_are_not_types() {
+        for &ty in GgmlType::ALL {
+            assert_eq!(GgmlType::from_id(ty.id()), Some(ty));
+            assert_eq!(ty.name().parse(), Ok(ty));
+            assert_eq!(GgmlType::removed_name(ty.id()), None);
+        }
+        assert_eq!(GgmlType::from_id(4), None);
+        assert_eq!(GgmlType::removed_name(31), Some("Q4_0_4_4"));
+        assert_eq!(GgmlType::from_id(1000), None);
+    }
+
+    #[test]
+    fn tensor_bytes_refuses_partial_blocks_empty_and_overflow() {
+        assert_eq!(GgmlType::Q4_1.tensor_bytes(&[64, 3]), Some(2 * 20 * 3));
+        assert_eq!(GgmlType::Q4_1.tensor_bytes(&[48, 3]), None);
+        assert_eq!(GgmlType::F32.tensor_bytes(&[]), None);
+        assert_eq!(GgmlType::F32.tensor_bytes(&[4, 0]), None);
+        assert_eq!(GgmlType::F32.tensor_bytes(&[1 << 40, 1 << 40]), None);
     }
 }

@@ -1,9 +1,16 @@
 //! What a model is: the GGUF reader, the family catalog and the weight manifest that an owner publishes.
 
+pub mod catalog;
+pub mod codec;
 pub mod dtype;
+pub mod gguf;
+pub mod layout;
 pub mod metadata;
 pub mod weights;
 
+pub use codec::{ManifestError, content_hash, decode, encode};
 pub use dtype::GgmlType;
+pub use gguf::{GgufError, GgufModel, GgufWriter, TensorInfo};
+pub use layout::{Layout, plan_layout};
 pub use metadata::{Metadata, StringTable, Value};
-pub use weights::{Backend, Chunk, ModelIdentity, TensorEntry, WeightManifest};
+pub use weights::{Backend, Chunk, ModelIdentity, TensorEntry, TensorIndex, WeightManifest};

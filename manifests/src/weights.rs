@@ -1,5 +1,7 @@
 //! The weight manifest: what the owner publishes about one loaded model. A worker needs nothing else: no model path.
 
+use std::collections::HashMap;
+
 use crate::dtype::GgmlType;
 use crate::metadata::Metadata;
 
@@ -12,7 +14,7 @@ pub struct ModelIdentity {
     pub artifact: String,
     /// Name under which the API serves it.
     pub name: String,
-    /// BLAKE3 over the concatenated content of all tensor chunks and the metadata (see the codec for the exact order).
+    /// BLAKE3 over the chunk hashes, the tensor table and the metadata: see [`crate::codec::content_hash`].
     pub content: [u8; 32],
     /// True when the catalog entry lists `content` among its known hashes.
     pub known: bool,
@@ -69,4 +71,29 @@ pub struct WeightManifest {
     pub tensors: Vec<TensorEntry>,
     /// The GGUF's key-value metadata, tokenizer and chat template included.
     pub metadata: Metadata,
+}
+
+impl WeightManifest {
+    /// The tensor of this name, by a linear search; use a [`TensorIndex`] to look up many.
+    pub fn tensor(&self, name: &str) -> Option<&TensorEntry> {
+        self.tensors.iter().find(|t| t.name == name)
+    }
+}
+
+/// Positions of tensors by name, for binders that look up thousands.
+#[derive(Clone, Debug, Default)]
+pub struct TensorIndex {
+    by_name: HashMap<String, usize>,
+}
+
+impl TensorIndex {
+    /// Indexes `tensors`; of entries with one name the last wins (a decoded manifest has none).
+    pub fn new(tensors: &[TensorEntry]) -> Self {
+        Self { by_name: tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect() }
+    }
+
+    /// Position of `name` in the table that was indexed.
+    pub fn get(&self, name: &str) -> Option<usize> {
+        self.by_name.get(name).copied()
+    }
 }
