@@ -100,8 +100,8 @@ def logits(model, ids):
 
 
 @torch.no_grad()
-def greedy(model, ids, n):
-    """`n` greedy tokens and the lead of each over the runner-up."""
+def greedy(model, ids, n, floor=0.0, stop=()):
+    """`n` greedy tokens and the lead of each over the runner-up; None once a lead is below `floor` or a token in `stop`."""
     out, margins, cache, step = [], [], None, ids
     for _ in range(n):
         r = model(torch.tensor([step]), cache=cache, use_cache=True)
@@ -109,6 +109,8 @@ def greedy(model, ids, n):
         top = torch.topk(r.logits[0, -1], 2)
         out.append(int(top.indices[0]))
         margins.append(float(top.values[0] - top.values[1]))
+        if margins[-1] < floor or out[-1] in stop:
+            return None
         step = [out[-1]]
     return out, margins
 
