@@ -49,8 +49,8 @@ impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
             global: bind_global(device, weights, &p)?,
             layers,
             rotary: Rotary {
-                plain: device.rope_table(&yarn::frequencies(p.rope_dim, p.rope_base, None)),
-                compressed: device.rope_table(&yarn::frequencies(p.rope_dim, p.compress_base, Some(&p.yarn))),
+                plain: device.upload_rope(&yarn::frequencies(p.rope_dim, p.rope_base, None)),
+                compressed: device.upload_rope(&yarn::frequencies(p.rope_dim, p.compress_base, Some(&p.yarn))),
             },
             attention: AttentionBuffers::new(device, &p),
             ffn: FfnBuffers::new(device, &p),

@@ -42,7 +42,7 @@ pub fn state_spec(p: &Params, numerics: KvNumerics) -> (StateSpec, Vec<LayerSlot
         .map(|layer| {
             let ring = push(StateKind::Ring { rows: p.window, width: p.head_dim, ty });
             let mut compressor = |width: usize, overlap: bool| CompressorSlots {
-                rows: push(StateKind::Append { width, ty, tokens_per_row: layer.ratio }),
+                rows: push(StateKind::Pooled { width, ty, tokens: layer.ratio }),
                 // Two windows of double-width projections when they overlap; values and scores.
                 frontier: push(StateKind::Fixed { elems: 2 * layer.ratio * width * if overlap { 4 } else { 1 } }),
             };
