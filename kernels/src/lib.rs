@@ -3,6 +3,8 @@
 pub mod conformance;
 pub mod cpu;
 pub mod device;
+pub mod math;
+pub mod ops;
 pub mod plan;
 pub mod quant;
 pub mod state;

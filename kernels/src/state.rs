@@ -19,7 +19,7 @@ impl StateType {
     }
 }
 
-/// One piece of per-sequence state. Further kinds (rings, fixed blocks) come with the families that need them.
+/// One piece of per-sequence state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateKind {
     /// One row of `width` elements per token, truncatable.
@@ -29,6 +29,77 @@ pub enum StateKind {
         /// Storage type.
         ty: StateType,
     },
+    /// One row of `width` elements per `tokens` tokens: compressed history.
+    Pooled {
+        /// Elements per row.
+        width: usize,
+        /// Storage type.
+        ty: StateType,
+        /// Tokens that one row stands for.
+        tokens: usize,
+    },
+    /// The rows of the last `rows` tokens: a sliding window. Cannot be truncated, only rewound from a checkpoint.
+    Ring {
+        /// Rows kept.
+        rows: usize,
+        /// Elements per row.
+        width: usize,
+        /// Storage type.
+        ty: StateType,
+    },
+    /// A block of f32 of fixed size: recurrent state, frontiers of open windows. Rewound from a checkpoint only.
+    Fixed {
+        /// Elements.
+        elems: usize,
+    },
+}
+
+impl StateKind {
+    /// Elements per row; the whole block for [`StateKind::Fixed`].
+    pub const fn width(self) -> usize {
+        match self {
+            StateKind::Append { width, .. } | StateKind::Pooled { width, .. } | StateKind::Ring { width, .. } => width,
+            StateKind::Fixed { elems } => elems,
+        }
+    }
+
+    /// Storage type.
+    pub const fn ty(self) -> StateType {
+        match self {
+            StateKind::Append { ty, .. } | StateKind::Pooled { ty, .. } | StateKind::Ring { ty, .. } => ty,
+            StateKind::Fixed { .. } => StateType::F32,
+        }
+    }
+
+    /// Rows that exist once `tokens` tokens do.
+    pub const fn rows(self, tokens: usize) -> usize {
+        match self {
+            StateKind::Append { .. } => tokens,
+            StateKind::Pooled { tokens: each, .. } => tokens / each,
+            StateKind::Ring { rows, .. } => {
+                if tokens < rows {
+                    tokens
+                } else {
+                    rows
+                }
+            }
+            StateKind::Fixed { .. } => {
+                if tokens == 0 {
+                    0
+                } else {
+                    1
+                }
+            }
+        }
+    }
+
+    /// Bytes that `tokens` tokens need.
+    pub const fn bytes(self, tokens: usize) -> Option<usize> {
+        match self.rows(tokens).checked_mul(self.width()) {
+            Some(elems) => elems.checked_mul(self.ty().bytes()),
+            None => None,
+        }
+    }
 }
 
 /// The ordered list of state pieces of one sequence; kernels name a piece by its index (a *slot*).
@@ -39,13 +110,51 @@ pub struct StateSpec {
 }
 
 impl StateSpec {
-    /// Bytes of state that one more token costs.
+    /// Bytes of state that one more token costs at depth (fixed parts excluded, pooled rows shared out).
     pub fn bytes_per_token(&self) -> usize {
         self.slots
             .iter()
-            .map(|s| match s {
+            .map(|s| match *s {
                 StateKind::Append { width, ty } => width * ty.bytes(),
+                StateKind::Pooled { width, ty, tokens } => (width * ty.bytes()).div_ceil(tokens),
+                StateKind::Ring { .. } | StateKind::Fixed { .. } => 0,
             })
             .sum()
+    }
+
+    /// Bytes of state of a sequence of `tokens` tokens.
+    pub fn bytes(&self, tokens: usize) -> usize {
+        self.slots.iter().map(|s| s.bytes(tokens).unwrap_or(usize::MAX)).fold(0, usize::saturating_add)
+    }
+
+    /// Whether a sequence can be cut back to any earlier length by forgetting rows.
+    pub fn truncatable(&self) -> bool {
+        self.slots.iter().all(|s| matches!(s, StateKind::Append { .. }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_and_bytes_of_each_kind() {
+        let ty = StateType::F16;
+        let spec = StateSpec {
+            slots: vec![
+                StateKind::Append { width: 8, ty },
+                StateKind::Pooled { width: 8, ty, tokens: 4 },
+                StateKind::Ring { rows: 16, width: 8, ty },
+                StateKind::Fixed { elems: 10 },
+            ],
+        };
+        let rows = |tokens| spec.slots.iter().map(|s| s.rows(tokens)).collect::<Vec<_>>();
+        assert_eq!(rows(0), [0, 0, 0, 0]);
+        assert_eq!(rows(3), [3, 0, 3, 1]);
+        assert_eq!(rows(101), [101, 25, 16, 1]);
+        assert_eq!(spec.bytes(101), 101 * 16 + 25 * 16 + 16 * 16 + 40);
+        assert_eq!(spec.bytes_per_token(), 16 + 4);
+        assert!(!spec.truncatable());
+        assert!(StateSpec { slots: vec![StateKind::Append { width: 8, ty }] }.truncatable());
     }
 }

@@ -56,16 +56,11 @@ impl Drop for Reservation {
 #[derive(Clone, Copy)]
 pub(crate) struct Slot {
     offset: usize,
+    pub(crate) kind: StateKind,
     /// Elements per row.
     pub(crate) width: usize,
     pub(crate) ty: StateType,
     committed: usize,
-}
-
-impl Slot {
-    fn row_bytes(&self) -> usize {
-        self.width * self.ty.bytes()
-    }
 }
 
 /// One sequence's state: per slot, rows `[context, width]` in address space of their own.
@@ -93,10 +88,10 @@ impl CpuBank {
         let too_long = DeviceError::OutOfMemory { what: "bank address space", missing: usize::MAX };
         let mut offset = 0usize;
         let mut slots = Vec::with_capacity(spec.slots.len());
-        for StateKind::Append { width, ty } in spec.slots.iter().copied() {
-            slots.push(Slot { offset, width, ty, committed: 0 });
-            let end = context
-                .checked_mul(width * ty.bytes())
+        for kind in spec.slots.iter().copied() {
+            slots.push(Slot { offset, kind, width: kind.width(), ty: kind.ty(), committed: 0 });
+            let end = kind
+                .bytes(context)
                 .and_then(|bytes| bytes.checked_next_multiple_of(page))
                 .and_then(|bytes| offset.checked_add(bytes));
             let Some(end) = end else { return Err(too_long) };
@@ -110,7 +105,7 @@ impl CpuBank {
     pub(crate) fn commit(&mut self, tokens: usize) -> Result<(), DeviceError> {
         assert!(tokens <= self.context, "commit of {tokens} tokens in a bank of {}", self.context);
         for slot in &mut self.slots {
-            let want = (tokens * slot.row_bytes()).next_multiple_of(self.page);
+            let want = slot.kind.bytes(tokens).unwrap_or(usize::MAX / 2).next_multiple_of(self.page);
             if want <= slot.committed {
                 continue;
             }
@@ -131,7 +126,7 @@ impl CpuBank {
     /// Forgets rows from `tokens` on; whole pages beyond them go back to the system.
     pub(crate) fn trim(&mut self, tokens: usize) {
         for slot in &mut self.slots {
-            let keep = (tokens * slot.row_bytes()).next_multiple_of(self.page);
+            let keep = slot.kind.bytes(tokens).unwrap_or(usize::MAX / 2).next_multiple_of(self.page);
             if keep >= slot.committed {
                 continue;
             }

@@ -39,7 +39,7 @@ fn padded(row: &[f32]) -> (&[[f32; N]], [f32; N], usize) {
 }
 
 #[inline(always)]
-fn rms_norm_impl<L: Lanes>(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
+fn inverse_rms_impl<L: Lanes>(x: &[f32], eps: f32) -> f32 {
     let (full, tail, rest) = padded(x);
     let mut sum = L::splat(0.0);
     for c in full {
@@ -52,7 +52,18 @@ fn rms_norm_impl<L: Lanes>(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
     }
     #[allow(clippy::cast_precision_loss, reason = "widths are far below 2^24")]
     let mean = sum.sum() / x.len() as f32;
-    let scale = 1.0 / (mean + eps).sqrt();
+    1.0 / (mean + eps).sqrt()
+}
+
+multiversion! {
+    /// `1 / sqrt(mean(x²) + eps)`.
+    pub(crate) fn inverse_rms = inverse_rms_impl(x: &[f32], eps: f32) -> f32;
+}
+
+#[inline(always)]
+fn rms_norm_impl<L: Lanes>(x: &[f32], w: &[f32], eps: f32, out: &mut [f32]) {
+    let (full, _, rest) = padded(x);
+    let scale = inverse_rms_impl::<L>(x, eps);
     let s = L::splat(scale);
     let (ow, _) = out.as_chunks_mut::<N>();
     for ((c, w), o) in full.iter().zip(w.as_chunks::<N>().0).zip(ow) {

@@ -103,8 +103,7 @@ impl HyperOps for CpuDevice {
         x.resize(state.rows());
         let isa = self.isa();
         self.for_rows(x, |r, out| {
-            let gates: Vec<f32> =
-                mix.row(r).iter().zip(base).map(|(m, b)| sigmoid(m * scale + b) + p.eps).collect();
+            let gates: Vec<f32> = mix.row(r).iter().zip(base).map(|(m, b)| sigmoid(m * scale + b) + p.eps).collect();
             combine(isa, &gates, state.row(r), out);
         });
     }

@@ -5,19 +5,31 @@
 
 pub(crate) mod attention;
 pub(crate) mod bank;
+pub(crate) mod compress;
+pub(crate) mod dot;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod dot_avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod dot_avx512;
 pub(crate) mod elementwise;
 pub(crate) mod float;
+pub(crate) mod formats;
+pub(crate) mod hyper;
 pub mod isa;
 pub(crate) mod lanes;
 pub(crate) mod matmul;
+pub(crate) mod moe;
+pub(crate) mod panel;
 pub mod pool;
+pub(crate) mod q16;
 pub(crate) mod raw;
+pub(crate) mod sparse;
 
 #[allow(unsafe_code, reason = "state rows are raw bank memory")]
 mod state_rows;
 
 use std::collections::HashMap;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 use ds4_manifests::GgmlType;
 use ds4_os::SharedBytes;
@@ -30,8 +42,11 @@ use attention::SpanView;
 use bank::BankView;
 pub use bank::CpuBank;
 pub use isa::Isa;
+pub use moe::CpuRouting;
 use pool::Pool;
+use q16::Activations;
 use raw::RawRows;
+pub use sparse::CpuSelection;
 
 /// Elements per pool item of row-wise operations: about 2 microseconds of work.
 const GRAIN: usize = 8192;
@@ -91,6 +106,55 @@ pub struct CpuWeight {
     vector: Vec<f32>,
 }
 
+impl CpuWeight {
+    /// GGUF name.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Output width.
+    pub(crate) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Input width.
+    pub(crate) fn cols(&self) -> usize {
+        self.cols
+    }
+
+    /// The f32 values of a vector.
+    pub(crate) fn vector(&self) -> &[f32] {
+        assert_eq!(self.rows, 1, "{}: a vector", self.name);
+        &self.vector
+    }
+
+    /// Rows `first..first + rows` as a weight of their own (one expert, one output group): same bytes, no copy.
+    pub(crate) fn row_range(&self, first: usize, rows: usize) -> Self {
+        let (at, len) = (first * self.row_bytes, rows * self.row_bytes);
+        let bytes = u64::try_from(at).ok().zip(u64::try_from(len).ok()).and_then(|(at, len)| self.bytes.slice(at, len));
+        let Some(bytes) = bytes else {
+            panic!("{}: rows {first}..{} of {}", self.name, first + rows, self.rows);
+        };
+        Self { name: self.name.clone(), rows, bytes, vector: Vec::new(), ..*self }
+    }
+
+    /// All rows as f32.
+    pub(crate) fn f32_rows(&self) -> Vec<f32> {
+        let mut out = vec![0.0; self.rows * self.cols];
+        for (row, out) in self.bytes.chunks_exact(self.row_bytes).zip(out.chunks_exact_mut(self.cols)) {
+            quant::dequantize_row(self.ty, row, out);
+        }
+        out
+    }
+
+    /// Row `row` of an I32 table.
+    pub(crate) fn i32_row(&self, row: u32) -> Vec<i32> {
+        assert_eq!(self.ty, GgmlType::I32, "{}: an integer table", self.name);
+        let at = usize::try_from(row).unwrap_or(usize::MAX).saturating_mul(self.row_bytes);
+        self.bytes[at..at + self.row_bytes].as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect()
+    }
+}
+
 /// A plan made ready: positions and bank addresses.
 pub struct CpuStep {
     tokens: Vec<u32>,
@@ -98,6 +162,24 @@ pub struct CpuStep {
     wanted: Vec<usize>,
     spans: Vec<SpanView>,
     banks: Vec<BankView>,
+    distinct_banks: bool,
+}
+
+impl CpuStep {
+    /// Token id of each row.
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Whether every span is of another bank.
+    pub(crate) fn distinct_banks(&self) -> bool {
+        self.distinct_banks
+    }
+
+    /// Position of each row.
+    pub(crate) fn positions(&self) -> &[usize] {
+        &self.positions
+    }
 }
 
 /// Cosines and sines for positions from 0, `dim / 2` pairs each.
@@ -107,6 +189,8 @@ type RopeTable = Arc<Vec<[f32; 2]>>;
 pub struct CpuDevice {
     pool: Pool,
     isa: Isa,
+    /// Quantised activations of the matmul under way.
+    activations: Mutex<Activations>,
     /// Keyed by the bits of the base and the rotated width; grown to the farthest position seen.
     rope: RwLock<HashMap<(u32, usize), RopeTable>>,
 }
@@ -120,7 +204,12 @@ impl CpuDevice {
 
     /// As [`CpuDevice::new`], on a given instruction set: for tests and comparisons.
     pub fn with_isa(threads: usize, isa: Isa) -> Self {
-        Self { pool: Pool::new(threads.clamp(1, available())), isa, rope: RwLock::default() }
+        Self {
+            pool: Pool::new(threads.clamp(1, available())),
+            isa,
+            activations: Mutex::default(),
+            rope: RwLock::default(),
+        }
     }
 
     /// The instruction set in use.
@@ -166,6 +255,31 @@ impl CpuDevice {
     }
 }
 
+impl CpuDevice {
+    /// Runs `f(span, bank)` for every span, in parallel. Operations that carry state along a span need one span per bank.
+    pub(crate) fn for_spans(&self, step: &CpuStep, f: &(dyn Fn(&SpanView, &BankView) + Sync)) {
+        assert!(step.distinct_banks, "two spans of one bank in a step of a model with recurrent state");
+        self.pool.run(step.spans.len(), 1, &|range| step.spans[range].iter().for_each(|s| f(s, &step.banks[s.bank])));
+    }
+
+    /// Runs `f(span, bank, position, row, block)` for `blocks` blocks of every row, in parallel.
+    pub(crate) fn for_positions(
+        &self,
+        step: &CpuStep,
+        blocks: usize,
+        f: &(dyn Fn(&SpanView, &BankView, usize, usize, usize) + Sync),
+    ) {
+        self.pool.run(step.positions.len() * blocks, 1, &|range| {
+            for item in range {
+                let (row, block) = (item / blocks, item % blocks);
+                let at = step.spans.partition_point(|s| s.first_row <= row) - 1;
+                let span = &step.spans[at];
+                f(span, &step.banks[span.bank], step.positions[row], row, block);
+            }
+        });
+    }
+}
+
 impl Default for CpuDevice {
     fn default() -> Self {
         Self::new(available())
@@ -189,7 +303,7 @@ impl Device for CpuDevice {
 
     fn bind(&self, source: &TensorSource) -> Result<CpuWeight, DeviceError> {
         let refuse = |reason: String| DeviceError::Weight { name: source.name.clone(), reason };
-        if !quant::is_supported(source.ty) {
+        if !quant::is_supported(source.ty) && source.ty != GgmlType::I32 {
             return Err(refuse(format!("type {} has no CPU kernel; convert the model to a supported type", source.ty)));
         }
         let row_bytes = u64::try_from(source.cols).ok().and_then(|n| source.ty.row_bytes(n));
@@ -201,7 +315,7 @@ impl Device for CpuDevice {
             return Err(refuse(format!("{} bytes for {} rows of {row_bytes} bytes", source.bytes.len(), source.rows)));
         }
         let mut vector = Vec::new();
-        if source.rows == 1 {
+        if source.rows == 1 && source.ty != GgmlType::I32 {
             vector.resize(source.cols, 0.0);
             quant::dequantize_row(source.ty, &source.bytes, &mut vector);
         }
@@ -243,6 +357,7 @@ impl Device for CpuDevice {
             wanted: plan.wanted.clone(),
             spans: Vec::with_capacity(plan.spans.len()),
             banks: Vec::with_capacity(plan.spans.len()),
+            distinct_banks: true,
         };
         for s in &plan.spans {
             assert_eq!(s.first_row, step.positions.len(), "spans cover the rows in order");
@@ -259,6 +374,7 @@ impl Device for CpuDevice {
         // Two spans of one bank may follow each other but not write the same row.
         for (i, a) in plan.spans.iter().enumerate() {
             for b in &plan.spans[..i] {
+                step.distinct_banks &= a.bank != b.bank;
                 let apart = a.first_pos >= b.first_pos + b.rows || b.first_pos >= a.first_pos + a.rows;
                 assert!(a.bank != b.bank || apart, "two spans write the same rows of bank {}", a.bank);
             }

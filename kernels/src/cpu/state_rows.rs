@@ -1,15 +1,59 @@
-//! Writing state rows into bank memory.
+//! Reading and writing state rows in bank memory.
 
 use crate::cpu::bank::BankView;
 use crate::cpu::elementwise;
 use crate::cpu::isa::Isa;
-use crate::state::StateType;
+use crate::state::{StateKind, StateType};
+
+/// Row index of the storage that holds `row`: a ring wraps around.
+fn place(bank: &BankView, slot: usize, row: usize) -> usize {
+    let kind = bank.slot(slot).kind;
+    let at = match kind {
+        StateKind::Ring { rows, .. } => row % rows,
+        _ => row,
+    };
+    assert!(at < kind.rows(bank.tokens()), "row {row} of slot {slot} in a bank committed to {}", bank.tokens());
+    at
+}
+
+/// The block of a [`StateKind::Fixed`] slot. Its pages read as zeros until written.
+///
+/// The caller is the only one that touches this bank's slot during its call: one operation runs at a time, and it gives each
+/// bank to one unit of work.
+#[allow(clippy::mut_from_ref, reason = "bank memory is raw; exclusivity is the caller's promise, as for rows")]
+pub(crate) fn fixed(bank: &BankView, slot: usize) -> &mut [f32] {
+    let kind = bank.slot(slot).kind;
+    assert!(matches!(kind, StateKind::Fixed { .. }) && bank.tokens() > 0, "a committed block");
+    // SAFETY: the block is inside the mapping, committed and page-aligned; exclusive as said above.
+    unsafe { std::slice::from_raw_parts_mut(bank.rows(slot).cast::<f32>(), kind.width()) }
+}
+
+/// Reads row `row` of `slot` as f32.
+pub(crate) fn read(bank: &BankView, slot: usize, row: usize, out: &mut [f32]) {
+    let s = bank.slot(slot);
+    assert_eq!(s.width, out.len(), "state row of another width");
+    let at = place(bank, slot, row) * s.width;
+    let base = bank.rows(slot);
+    match s.ty {
+        StateType::F16 => {
+            // SAFETY: the row is inside the slot (checked) and aligned; nobody writes it while an operation reads.
+            let row = unsafe { std::slice::from_raw_parts(base.cast::<half::f16>().add(at), s.width) };
+            for (o, v) in out.iter_mut().zip(row) {
+                *o = v.to_f32();
+            }
+        }
+        StateType::F32 => {
+            // SAFETY: as above.
+            out.copy_from_slice(unsafe { std::slice::from_raw_parts(base.cast::<f32>().add(at), s.width) });
+        }
+    }
+}
 
 /// Writes `x` as row `pos` of `slot`, in the slot's storage type.
 pub(crate) fn write(isa: Isa, bank: &BankView, slot: usize, pos: usize, x: &[f32]) {
     let s = bank.slot(slot);
     assert_eq!(s.width, x.len(), "state row of another width");
-    assert!(pos < bank.tokens(), "row {pos} of a bank committed to {}", bank.tokens());
+    let pos = place(bank, slot, pos);
     let base = bank.rows(slot);
     match s.ty {
         StateType::F16 => {

@@ -1,0 +1,5 @@
+//! Small numerical building blocks that several devices and their tests share.
+
+pub mod lowp;
+pub mod sinkhorn;
+pub mod yarn;

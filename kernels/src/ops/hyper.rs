@@ -1,0 +1,55 @@
+//! Hyper-connections: several residual streams per token, mixed around every sublayer.
+
+use crate::device::Device;
+
+/// Sizes and constants of the mixer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct HyperParams {
+    /// Residual streams `n`.
+    pub streams: usize,
+    /// Sinkhorn rounds, the softmax's column normalisation included.
+    pub iterations: usize,
+    /// Added to gates and sums.
+    pub eps: f32,
+    /// Of the un-weighted RMS over the `n·D` state.
+    pub rms_eps: f32,
+}
+
+/// The three tensors of one mixer.
+pub struct HyperWeights<W> {
+    /// `[n·D → 2n + n²]`, or `[n·D → n]` for the head.
+    pub mixer: W,
+    /// Three scales (pre, post, comb), or one for the head.
+    pub scale: W,
+    /// As many as the mixer has outputs.
+    pub base: W,
+}
+
+/// Hyper-connection operations. The state is a buffer `[rows, n·D]`, stream-major.
+pub trait HyperOps: Device {
+    /// `state[row] = x[row]` copied into every stream.
+    fn hyper_start(&self, streams: usize, x: &Self::Buffer, state: &mut Self::Buffer);
+
+    /// Computes the mixing weights of every row into `mix` (`[rows, 2n + n²]`: pre, post, comb) from the RMS-normalised state, and
+    /// the sublayer's input `x = Σ_h pre[h] · S[h]` from the state as it is.
+    fn hyper_pre(
+        &self,
+        p: &HyperParams,
+        w: &HyperWeights<Self::Weight>,
+        state: &Self::Buffer,
+        mix: &mut Self::Buffer,
+        x: &mut Self::Buffer,
+    );
+
+    /// `S'[d] = post[d] · y + Σ_s comb[s][d] · S[s]`.
+    fn hyper_post(&self, p: &HyperParams, mix: &Self::Buffer, y: &Self::Buffer, state: &mut Self::Buffer);
+
+    /// The head's combination: `x = Σ_h (sigmoid(mixer·flat · scale + base)[h] + eps) · S[h]`.
+    fn hyper_head(
+        &self,
+        p: &HyperParams,
+        w: &HyperWeights<Self::Weight>,
+        state: &Self::Buffer,
+        x: &mut Self::Buffer,
+    );
+}
