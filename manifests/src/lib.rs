@@ -8,6 +8,7 @@ pub mod layout;
 pub mod metadata;
 pub mod weights;
 
+pub use catalog::{Catalog, CatalogError};
 pub use codec::{ManifestError, content_hash, decode, encode};
 pub use dtype::GgmlType;
 pub use gguf::{GgufError, GgufModel, GgufWriter, TensorInfo};
