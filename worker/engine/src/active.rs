@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
+use ds4_text::TextStream;
+
 use crate::channel::EventSender;
 use crate::handle::Submission;
 use crate::logprobs::token_logprob;
-use crate::output::Output;
 use crate::request::{EngineError, Event, FinishReason, GenerateRequest, Timings};
 use crate::sampler::{Sampler, Scratch, sanitise};
 use crate::vocab::Vocabulary;
@@ -39,7 +40,7 @@ pub(crate) struct Active {
     /// Since when its client has left no room for events.
     pub paused: Option<Instant>,
     sampler: Sampler,
-    output: Output,
+    output: TextStream,
     generated: usize,
     timings: Timings,
     admitted: Instant,
@@ -57,7 +58,7 @@ impl Active {
             ..Timings::default()
         };
         let sampler = Sampler::new(request.sampling.clone(), &request.prompt);
-        let output = Output::new(std::mem::take(&mut request.stop));
+        let output = TextStream::new(std::mem::take(&mut request.stop));
         events.send(Event::Admitted);
         Self {
             request,
@@ -92,10 +93,10 @@ impl Active {
             return self.finish(FinishReason::Stop, now);
         }
         let logprob = self.request.logprobs.map(|k| token_logprob(row, token, k as usize, &mut scratch.candidates));
-        // An end token that is being ignored has no text to show.
-        let (text, stopped) = self.output.push(if end { &[] } else { vocab.token_bytes(token) });
-        self.events.send(Event::Token { token, text, logprob });
-        if stopped {
+        // Structure is not text: a role mark, or an end token that is being ignored, shows nothing.
+        let pushed = self.output.push(if end || vocab.is_control(token) { &[] } else { vocab.token_bytes(token) });
+        self.events.send(Event::Token { token, text: pushed.text, logprob });
+        if pushed.stopped {
             return self.finish(FinishReason::Stop, now);
         }
         if self.generated >= self.request.max_tokens {

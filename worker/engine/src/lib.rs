@@ -10,7 +10,6 @@ mod config;
 mod engine;
 mod handle;
 mod logprobs;
-mod output;
 mod params;
 mod probe;
 pub mod request;

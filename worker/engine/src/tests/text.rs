@@ -73,6 +73,13 @@ fn an_end_token_is_not_shown_and_can_be_ignored() {
 }
 
 #[test]
+fn a_role_mark_inside_a_reply_is_not_shown() {
+    let reply = vec![u32::from(b'h'), MockVocabulary::BOS, u32::from(b'i')];
+    let heard = hear(start(MockModel::replying(2, reply.clone()), small()).submit(request(&[1, 2], 9)).unwrap());
+    assert_eq!((heard.text.as_str(), heard.tokens), ("hi", reply));
+}
+
+#[test]
 fn logprobs_are_of_the_unmodified_distribution() {
     let model = MockModel::scripted(Box::new(|_, logits| {
         logits.fill(f32::NEG_INFINITY);
