@@ -1,0 +1,57 @@
+//! `ds4 bench`: the figures that this project promises, measured on the machine at hand.
+
+mod load;
+mod peer;
+mod restart;
+mod rig;
+mod stats;
+mod throughput;
+mod weights;
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+/// `ds4 bench`.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Each benchmark starts its own owner and worker in a temporary runtime directory, and looks at flags only, \
+    not at the configuration file or DS4_ variables. Use an otherwise idle machine."
+)]
+pub struct BenchArgs {
+    /// Print one JSON object
+    #[arg(long, global = true)]
+    json: bool,
+    #[command(subcommand)]
+    command: BenchCommand,
+}
+
+#[derive(Subcommand)]
+enum BenchCommand {
+    /// Kill the worker under load and measure how soon its successor is ready
+    Restart(restart::RestartBenchArgs),
+    /// Prefill and decode speed, alone and with several streams
+    Throughput(throughput::ThroughputArgs),
+    /// How fast the owner loads a model, in GiB/s per stage
+    Load(load::LoadBenchArgs),
+    /// Compare with another server on the same file, threads and prompts
+    Peer(peer::PeerArgs),
+}
+
+/// Runs one; `restart` exits with 1 when a cycle failed or the weights changed.
+pub async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
+    let (value, text) = match &args.command {
+        BenchCommand::Restart(args) => restart::restart(args).await?,
+        BenchCommand::Throughput(args) => throughput::throughput(args).await?,
+        BenchCommand::Load(args) => load::load(args).await?,
+        BenchCommand::Peer(args) => peer::peer(args).await?,
+    };
+    if args.json {
+        println!("{value}");
+    } else {
+        print!("{text}");
+    }
+    let failed =
+        value.get("failed").is_some_and(|n| n != 0) || value.get("weights_hash_unchanged") == Some(&false.into());
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}

@@ -1,0 +1,199 @@
+//! One generation as `run` and `chat` see it: sampling flags in, streamed text and a summary out.
+
+use anyhow::Context as _;
+use serde_json::{Map, Value, json};
+
+use crate::client::http::{Events, Server};
+use crate::failure::Failure;
+
+/// Sampling flags. What is not given is left to the worker.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct Sampling {
+    /// Most tokens to generate
+    #[arg(short = 'n', long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: Option<u32>,
+    /// Temperature; 0 always takes the most likely token
+    #[arg(long = "temp", value_name = "T", value_parser = at_least_zero)]
+    temperature: Option<f64>,
+    /// Nucleus sampling: keep the most likely tokens up to this probability mass
+    #[arg(long, value_name = "P", value_parser = probability)]
+    top_p: Option<f64>,
+    /// Keep the K most likely tokens; 0 keeps all
+    #[arg(long, value_name = "K")]
+    top_k: Option<u32>,
+    /// Keep tokens at least this fraction as likely as the best one
+    #[arg(long, value_name = "P", value_parser = probability)]
+    min_p: Option<f64>,
+    /// Same seed, prompt and flags: same text
+    #[arg(long, value_name = "N")]
+    seed: Option<u64>,
+    /// Stop before this text (repeatable)
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+}
+
+fn number(text: &str) -> Result<f64, String> {
+    text.parse::<f64>().ok().filter(|v| v.is_finite()).ok_or_else(|| format!("`{text}` is not a number"))
+}
+
+fn at_least_zero(text: &str) -> Result<f64, String> {
+    number(text).and_then(|v| if v >= 0.0 { Ok(v) } else { Err(format!("{v} is below 0")) })
+}
+
+fn probability(text: &str) -> Result<f64, String> {
+    number(text).and_then(|v| if (0.0..=1.0).contains(&v) { Ok(v) } else { Err(format!("{v} is outside 0 to 1")) })
+}
+
+impl Sampling {
+    /// The fields of an OpenAI request.
+    fn fields(&self) -> Map<String, Value> {
+        let given = [
+            ("max_tokens", self.max_tokens.map(Value::from)),
+            ("temperature", self.temperature.map(Value::from)),
+            ("top_p", self.top_p.map(Value::from)),
+            ("top_k", self.top_k.map(Value::from)),
+            ("min_p", self.min_p.map(Value::from)),
+            ("seed", self.seed.map(Value::from)),
+            ("stop", (!self.stop.is_empty()).then(|| self.stop.clone().into())),
+        ];
+        given.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?))).collect()
+    }
+
+    /// Body of a streaming chat request.
+    pub fn chat_body(&self, messages: &[Value]) -> Value {
+        let mut body = self.fields();
+        body.insert("messages".into(), messages.into());
+        stream_body(body)
+    }
+
+    /// Body of a streaming raw completion.
+    pub fn raw_body(&self, prompt: &str) -> Value {
+        let mut body = self.fields();
+        body.insert("prompt".into(), prompt.into());
+        stream_body(body)
+    }
+}
+
+fn stream_body(mut body: Map<String, Value>) -> Value {
+    body.insert("stream".into(), true.into());
+    body.insert("stream_options".into(), json!({"include_usage": true}));
+    body.into()
+}
+
+/// What is known once a stream has ended.
+#[derive(Clone, Debug, Default)]
+pub struct Summary {
+    /// OpenAI finish reason.
+    pub finish_reason: Option<String>,
+    /// `usage` of the last event that had one.
+    pub usage: Option<Value>,
+    /// `timings` of the last event that had one.
+    pub timings: Option<Value>,
+}
+
+impl Summary {
+    /// One line of counts and speeds, from what the worker reported.
+    pub fn line(&self) -> Option<String> {
+        let number = |source: &Option<Value>, key: &str| source.as_ref()?.get(key)?.as_f64();
+        let tokens = number(&self.usage, "completion_tokens")?;
+        let prompt = number(&self.usage, "prompt_tokens")?;
+        let mut line = format!("{prompt} prompt tokens, {tokens} generated");
+        if let (Some(p), Some(d)) =
+            (number(&self.timings, "prompt_per_second"), number(&self.timings, "predicted_per_second"))
+        {
+            line.push_str(&format!("; prefill {p:.0} tok/s, decode {d:.1} tok/s"));
+        }
+        if self.finish_reason.as_deref() == Some("length") {
+            line.push_str("; cut at the token limit");
+        }
+        Some(line)
+    }
+}
+
+/// A running generation.
+pub struct Generation {
+    events: Events,
+    summary: Summary,
+}
+
+impl Generation {
+    /// Starts one: `/v1/chat/completions` or `/v1/completions` by the body's kind.
+    pub async fn start(server: &Server, body: &Value) -> anyhow::Result<Self> {
+        let path = if body.get("messages").is_some() { "/v1/chat/completions" } else { "/v1/completions" };
+        Ok(Self { events: server.stream(path, body).await?, summary: Summary::default() })
+    }
+
+    /// The next piece of text (never empty), or `None` at the end.
+    pub async fn next(&mut self) -> anyhow::Result<Option<String>> {
+        while let Some(event) = self.events.next().await? {
+            for (key, slot) in [("usage", &mut self.summary.usage), ("timings", &mut self.summary.timings)] {
+                if let Some(value) = event.get(key).filter(|v| !v.is_null()) {
+                    *slot = Some(value.clone());
+                }
+            }
+            let Some(choice) = event.pointer("/choices/0") else { continue };
+            if let Some(reason) = choice.get("finish_reason").and_then(Value::as_str) {
+                self.summary.finish_reason = Some(reason.into());
+            }
+            let text = choice.pointer("/delta/content").or_else(|| choice.get("text")).and_then(Value::as_str);
+            if let Some(text) = text.filter(|t| !t.is_empty()) {
+                return Ok(Some(text.into()));
+            }
+        }
+        Ok(None)
+    }
+
+    /// What the end brought.
+    pub fn summary(&self) -> &Summary {
+        &self.summary
+    }
+}
+
+/// The text of `path`, or of standard input for `-`.
+///
+/// # Errors
+/// Unreadable or not UTF-8.
+pub fn read_text(argument: &str) -> anyhow::Result<String> {
+    if argument != "-" {
+        return Ok(argument.to_string());
+    }
+    let text = std::io::read_to_string(std::io::stdin()).context("cannot read the prompt from standard input")?;
+    if text.trim().is_empty() {
+        return Err(Failure::new(ds4_settings::EXIT_USAGE, "standard input holds no prompt"));
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_given_flags_reach_the_wire() {
+        let sampling = Sampling { temperature: Some(0.0), stop: vec!["x".into()], ..Sampling::default() };
+        let body = sampling.raw_body("hi");
+        assert_eq!(body["temperature"], 0.0);
+        assert_eq!(body["stop"], json!(["x"]));
+        assert_eq!(body["prompt"], "hi");
+        assert_eq!(body["stream"], true);
+        assert!(body.get("top_p").is_none() && body.get("max_tokens").is_none());
+    }
+
+    #[test]
+    fn out_of_range_numbers_are_refused() {
+        assert!(probability("1.5").is_err() && probability("nan").is_err() && at_least_zero("-1").is_err());
+        assert_eq!(probability("0.9"), Ok(0.9));
+    }
+
+    #[test]
+    fn the_summary_shows_what_the_worker_reported() {
+        let summary = Summary {
+            finish_reason: Some("length".into()),
+            usage: Some(json!({"prompt_tokens": 5, "completion_tokens": 7})),
+            timings: Some(json!({"prompt_per_second": 100.4, "predicted_per_second": 20.04})),
+        };
+        let line = summary.line().unwrap();
+        assert_eq!(line, "5 prompt tokens, 7 generated; prefill 100 tok/s, decode 20.0 tok/s; cut at the token limit");
+        assert_eq!(Summary::default().line(), None);
+    }
+}

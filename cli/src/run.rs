@@ -1,0 +1,75 @@
+//! `ds4 run`: one prompt, one answer.
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use ds4_settings::EXIT_USAGE;
+use serde_json::json;
+
+use crate::client::WorkerArgs;
+use crate::failure::Failure;
+use crate::generate::{Generation, Sampling, read_text};
+
+/// `ds4 run`.
+#[derive(clap::Args)]
+#[command(after_help = "The answer goes to standard output as it is generated, everything else to standard error.\n\
+    Exit codes: 0 answered, 1 the worker reported an error, 2 bad usage, 3 no worker, 130 interrupted.\n\n\
+    Examples:\n  ds4 run -p 'Name three rivers.'\n  git diff | ds4 run --system 'Summarise this change.' -p -")]
+pub struct RunArgs {
+    /// The prompt; `-` reads standard input
+    #[arg(short, long, value_name = "TEXT")]
+    prompt: String,
+    /// System message
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    system: Option<String>,
+    /// Continue the text as it is, without the chat template
+    #[arg(long)]
+    raw: bool,
+    /// Print token counts and speeds to standard error at the end
+    #[arg(long)]
+    stats: bool,
+    #[command(flatten)]
+    sampling: Sampling,
+    #[command(flatten)]
+    worker: WorkerArgs,
+}
+
+/// Runs it; 130 when interrupted, as shells have it.
+pub async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
+    let prompt = read_text(&args.prompt)?;
+    if prompt.is_empty() {
+        return Err(Failure::new(EXIT_USAGE, "the prompt is empty; give -p TEXT, or -p - to read standard input"));
+    }
+    let body = if args.raw {
+        args.sampling.raw_body(&prompt)
+    } else {
+        let system = args.system.iter().map(|text| json!({"role": "system", "content": text}));
+        let messages: Vec<_> = system.chain([json!({"role": "user", "content": prompt})]).collect();
+        args.sampling.chat_body(&messages)
+    };
+    let server = args.worker.find().await?;
+    let work = async {
+        let mut generation = Generation::start(&server, &body).await?;
+        let mut out = std::io::stdout();
+        let mut ends_with_newline = false;
+        while let Some(text) = generation.next().await? {
+            out.write_all(text.as_bytes())?;
+            out.flush()?;
+            ends_with_newline = text.ends_with('\n');
+        }
+        if !ends_with_newline {
+            writeln!(out)?;
+        }
+        if let Some(line) = generation.summary().line().filter(|_| args.stats) {
+            eprintln!("{line}");
+        }
+        anyhow::Ok(ExitCode::SUCCESS)
+    };
+    tokio::select! {
+        result = work => result,
+        _ = tokio::signal::ctrl_c() => {
+            println!();
+            Ok(ExitCode::from(130))
+        }
+    }
+}

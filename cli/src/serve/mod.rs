@@ -1,0 +1,311 @@
+//! `ds4 serve`: a weight owner and a worker under one supervisor, for people without systemd.
+
+mod keep;
+pub mod lock;
+pub mod plan;
+pub mod process;
+
+use std::ffi::OsString;
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use ds4_proto::v1;
+use ds4_settings::{ConfigArgs, Origins};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::client::{control, reachable};
+use crate::failure::Failure;
+use keep::{Kept, Wish, keep};
+pub use lock::holder as supervisor;
+use plan::{Plan, ServeFlags};
+use process::{Launch, Notify, Process, Target};
+
+/// `ds4 serve`.
+#[derive(clap::Args)]
+#[command(
+    after_help = "The flags below --model go to the processes that they belong to; what is not given comes from \
+    their sections of the configuration file. `ds4 config` shows the result.\n\n\
+    Ctrl-C or SIGTERM drains the worker, then ends the owner; a second one ends both at once. After kill -9 of serve \
+    both keep running, and the next `ds4 serve` takes them over."
+)]
+pub struct ServeArgs {
+    /// GGUF file to serve, or its first shard (repeatable) [default: the starter model of `ds4 pull`]
+    #[arg(long, value_name = "FILE")]
+    model: Vec<PathBuf>,
+    /// Address that the HTTP API listens on
+    #[arg(long, value_name = "ADDR")]
+    http: Option<SocketAddr>,
+    /// Context length in tokens
+    #[arg(long, value_name = "TOKENS")]
+    ctx: Option<u32>,
+    /// Most requests that are computed together
+    #[arg(long, value_name = "N")]
+    max_batch: Option<u32>,
+    /// Compute threads
+    #[arg(long, value_name = "N")]
+    threads: Option<u32>,
+    /// More arguments for ds4-worker, after --
+    #[arg(last = true, value_name = "WORKER_ARGS")]
+    rest: Vec<OsString>,
+    #[command(flatten)]
+    flags: ServeFlags,
+    #[command(flatten)]
+    config: ConfigArgs,
+}
+
+impl ServeArgs {
+    fn owner_args(&self) -> anyhow::Result<Vec<OsString>> {
+        let mut args = Vec::new();
+        for model in &self.model {
+            args.extend(["--model".into(), std::path::absolute(model)?.into()]);
+        }
+        Ok(args)
+    }
+
+    fn worker_args(&self) -> Vec<OsString> {
+        let given = [
+            ("--ctx", self.ctx.map(|v| v.to_string())),
+            ("--max-batch", self.max_batch.map(|v| v.to_string())),
+            ("--threads", self.threads.map(|v| v.to_string())),
+        ];
+        let flags = given.into_iter().filter_map(|(flag, value)| Some([OsString::from(flag), value?.into()])).flatten();
+        flags.chain(self.rest.iter().cloned()).collect()
+    }
+
+    fn http_args(&self) -> Vec<OsString> {
+        self.http.iter().flat_map(|address| ["--http".into(), address.to_string().into()]).collect()
+    }
+}
+
+/// Runs until told to stop, or until a process cannot be started.
+pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCode> {
+    let mut plan = Plan::new(&args, origins)?;
+    if args.config.print_config {
+        print!("{}", plan.printed());
+        return Ok(ExitCode::SUCCESS);
+    }
+    plan.create_dir()?;
+    let _lock = lock::Lock::take(&plan.dir)?;
+    let mut signals = Signals::new()?;
+
+    let running_owner = adopt(control::owner_status(&plan.dir).await.ok().map(|s| s.pid));
+    let running_worker = adopt(control::worker_status(&plan.dir).await.ok().map(|s| s.pid));
+    let models = match &running_owner {
+        // What it already holds is enough when no model is asked for.
+        Some(_) if args.model.is_empty() => Vec::new(),
+        _ => plan.models()?,
+    };
+    let mut http = Http::new(&plan)?;
+    if running_worker.is_none() {
+        http.listen()?;
+    }
+
+    let owner_is_ours = running_owner.is_none();
+    let mut owner = Task::start(Kept {
+        name: "weight owner",
+        notify: Notify::bind(&plan.dir, "owner")?,
+        policy: plan.owner_policy(),
+        adopted: announce_adopted("weight owner", running_owner),
+        launch: {
+            let (path, args) = (plan.owner.path.clone(), plan.owner.args.clone());
+            move |notify: &Notify| {
+                Launch { program: &path, args: &args, listener: None, notify, log: None, isolated: false }.start()
+            }
+        },
+    });
+    tokio::select! {
+        result = owner.ready() => result?,
+        () = signals.stop() => return shut_down(None, Some(owner), &mut signals).await,
+    }
+    if !owner_is_ours {
+        ensure_loaded(&plan.dir, &models).await?;
+    }
+
+    let mut worker = Task::start(Kept {
+        name: "worker",
+        notify: Notify::bind(&plan.dir, "worker")?,
+        policy: plan.worker_policy(),
+        adopted: announce_adopted("worker", running_worker),
+        launch: {
+            let (path, args) = (plan.worker.path.clone(), plan.worker.args.clone());
+            move |notify: &Notify| {
+                let listener = http.listen()?;
+                // The port that was really bound, for the worker's own reports; it matters when the asked one was 0.
+                let args = [args.clone(), vec!["--http".into(), listener.local_addr()?.to_string().into()]].concat();
+                Launch { program: &path, args: &args, listener: Some(listener), notify, log: None, isolated: false }
+                    .start()
+            }
+        },
+    });
+    let started = tokio::select! {
+        result = worker.ready() => result,
+        () = signals.stop() => return shut_down(Some(worker), Some(owner), &mut signals).await,
+    };
+    let failed = match started {
+        Ok(()) => {
+            welcome(&plan.dir).await?;
+            let mut owner_watched = true;
+            loop {
+                tokio::select! {
+                    () = signals.stop() => return shut_down(Some(worker), Some(owner), &mut signals).await,
+                    result = worker.finished() => break result,
+                    // The worker has the weights mapped: it serves on without an owner, but could not be replaced.
+                    result = owner.finished(), if owner_watched => {
+                        owner_watched = false;
+                        if let Err(error) = result {
+                            eprintln!("ds4 serve: {error}; the worker serves on, but has no successor until an owner is back");
+                        }
+                    }
+                }
+            }
+        }
+        Err(error) => Err(error),
+    };
+    // A worker that cannot be started ends serve; weights that we found running are left alone.
+    shut_down(None, owner_is_ours.then_some(owner), &mut signals).await?;
+    failed.map(|()| ExitCode::SUCCESS)
+}
+
+/// A kept process and the wires to it.
+struct Task {
+    wish: watch::Sender<Wish>,
+    ready: watch::Receiver<u32>,
+    join: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Task {
+    fn start<L>(kept: Kept<L>) -> Self
+    where
+        L: FnMut(&Notify) -> anyhow::Result<Process> + Send + 'static,
+    {
+        let (wish, wished) = watch::channel(Wish::Run);
+        let (report, ready) = watch::channel(0);
+        Self { wish, ready, join: tokio::spawn(keep(kept, wished, report)) }
+    }
+
+    /// Returns at the first ready, or with why there will be none.
+    async fn ready(&mut self) -> anyhow::Result<()> {
+        if self.ready.wait_for(|n| *n > 0).await.is_ok() {
+            return Ok(());
+        }
+        // Its sender is gone, so it has ended.
+        self.finished().await
+    }
+
+    /// Returns when it has given up or was ended. Not to be asked again after that.
+    async fn finished(&mut self) -> anyhow::Result<()> {
+        (&mut self.join).await.context("the supervisor's own task broke")?
+    }
+}
+
+/// Ends the worker, then the owner; one more signal kills instead.
+async fn shut_down(worker: Option<Task>, owner: Option<Task>, signals: &mut Signals) -> anyhow::Result<ExitCode> {
+    for mut task in worker.into_iter().chain(owner) {
+        if task.join.is_finished() {
+            continue;
+        }
+        let _ = task.wish.send(Wish::Drain);
+        tokio::select! {
+            result = task.finished() => result?,
+            () = signals.stop() => {
+                let _ = task.wish.send(Wish::Kill);
+                task.finished().await?;
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// SIGTERM, SIGINT and SIGHUP: a closed terminal ends serve in order too.
+struct Signals([Signal; 3]);
+
+impl Signals {
+    fn new() -> anyhow::Result<Self> {
+        Ok(Self([signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?]))
+    }
+
+    async fn stop(&mut self) {
+        let [term, int, hup] = &mut self.0;
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+            _ = hup.recv() => {}
+        }
+    }
+}
+
+fn adopt(pid: Option<u32>) -> Option<Process> {
+    pid.and_then(|pid| Target::of(pid).ok()).map(Process::Adopted)
+}
+
+fn announce_adopted(name: &str, process: Option<Process>) -> Option<Process> {
+    if let Some(process) = &process {
+        eprintln!(
+            "ds4 serve: took over the running {name} (pid {}); it keeps the settings that it was started with",
+            process.target().pid()
+        );
+    }
+    process
+}
+
+/// The worker's listening socket. Held here too, connections queue while a worker is replaced instead of being refused.
+struct Http {
+    address: SocketAddr,
+    listener: Option<TcpListener>,
+}
+
+impl Http {
+    fn new(plan: &Plan) -> anyhow::Result<Self> {
+        let text = plan.worker.config.get("http").and_then(toml::Value::as_str);
+        let address = text.context("the worker's configuration has no http address")?.parse()?;
+        Ok(Self { address, listener: None })
+    }
+
+    /// Binds at the first call: a worker that we took over still holds the port until it ends.
+    fn listen(&mut self) -> anyhow::Result<&TcpListener> {
+        let listener = match self.listener.take() {
+            Some(listener) => listener,
+            None => TcpListener::bind(self.address)
+                .with_context(|| format!("cannot listen on {}; choose another address with --http", self.address))?,
+        };
+        Ok(self.listener.insert(listener))
+    }
+}
+
+/// Has an owner that we took over load what it does not hold yet.
+async fn ensure_loaded(dir: &Path, models: &[PathBuf]) -> anyhow::Result<()> {
+    let held = control::models(dir).await?;
+    let alive = |m: &&v1::Model| matches!(m.state(), v1::ModelState::Ready | v1::ModelState::Loading);
+    let held: Vec<PathBuf> = held.iter().filter(alive).filter_map(|m| std::fs::canonicalize(&m.path).ok()).collect();
+    for model in models.iter().filter(|m| !held.contains(m)) {
+        eprintln!("ds4 serve: loading {} into the running owner", model.display());
+        let path = model.to_str().context("the model's path is not UTF-8")?.to_string();
+        let request = v1::LoadRequest { path, ..v1::LoadRequest::default() };
+        let mut steps = control::owner(dir).await?.load(request).await.map_err(control::status)?.into_inner();
+        while let Some(step) = steps.message().await.map_err(control::status)? {
+            if step.state() == v1::ModelState::Failed {
+                let code = crate::ctl::load_exit_code(&step.error_code);
+                return Err(Failure::new(code, format!("{} ({})", step.error, step.error_code)));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Where it is and how to talk to it.
+async fn welcome(dir: &Path) -> anyhow::Result<()> {
+    let status = control::worker_status(dir).await?;
+    let url = format!("http://{}", status.http.parse().map_or(status.http.clone(), |a| reachable(a).to_string()));
+    println!(
+        "ds4 serves {model} at {url}\n\n  \
+         curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n    \
+         -d '{{\"model\": \"{model}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Hello!\"}}]}}'\n\n\
+         or `ds4 chat`. `ds4 ctl status` shows what runs; Ctrl-C ends it.",
+        model = status.model,
+    );
+    Ok(())
+}

@@ -1,0 +1,200 @@
+//! What `ds4 serve` is going to run, judged before anything is started.
+
+use std::ffi::OsString;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use ds4_settings::{EXIT_MODEL, EXIT_USAGE, Layered, Origins};
+use serde::{Deserialize, Serialize};
+use toml::{Table, Value};
+
+use super::ServeArgs;
+use super::keep::Policy;
+use crate::failure::Failure;
+
+/// The supervisor's own settings, section `[serve]`.
+#[derive(clap::Args, Serialize, Deserialize, Default, Clone, Debug)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct ServeFlags {
+    /// Directory of the sockets [default: $XDG_RUNTIME_DIR/ds4, /run/ds4 for root]
+    #[arg(long, env = "DS4_RUNTIME_DIR", value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+    /// Failed starts in a row after which serve gives up [default: 5]
+    #[arg(long, env = "DS4_SERVE_START_ATTEMPTS", value_name = "N")]
+    pub start_attempts: Option<u32>,
+    /// Seconds that a worker may take to become ready; 0 is no limit [default: 60]
+    #[arg(long, env = "DS4_SERVE_START_TIMEOUT", value_name = "SECONDS")]
+    pub start_timeout: Option<u64>,
+    /// Seconds that a process may take to end before it is killed; 0 is no limit [default: 60]
+    #[arg(long, env = "DS4_SERVE_STOP_TIMEOUT", value_name = "SECONDS")]
+    pub stop_timeout: Option<u64>,
+}
+
+/// An executable with its arguments and the configuration that it says it would run with.
+#[derive(Debug)]
+pub struct Program {
+    /// Executable.
+    pub path: PathBuf,
+    /// Arguments, `--http` left out: it is said last, once the socket is bound.
+    pub args: Vec<OsString>,
+    /// Its section of the effective configuration.
+    pub config: Table,
+    /// That configuration as it printed it.
+    pub printed: String,
+}
+
+/// Everything that `serve` needs to know.
+pub struct Plan {
+    /// Runtime directory, absolute.
+    pub dir: PathBuf,
+    /// The weight owner.
+    pub owner: Program,
+    /// The worker.
+    pub worker: Program,
+    /// The supervisor's effective configuration.
+    pub serve: Layered<ServeFlags>,
+}
+
+const CHECK_LIMIT: Duration = Duration::from_secs(5);
+
+impl Plan {
+    /// Resolves and checks the configuration of all three processes; starts neither owner nor worker.
+    ///
+    /// # Errors
+    /// Exit code 2 with everything that is wrong in the first process that objects.
+    pub fn new(args: &ServeArgs, origins: &Origins) -> anyhow::Result<Self> {
+        let defaults = ServeFlags {
+            runtime_dir: Some(ds4_settings::default_runtime_dir()),
+            start_attempts: Some(5),
+            start_timeout: Some(60),
+            stop_timeout: Some(60),
+        };
+        let serve = ds4_settings::layer("serve", &args.config, args.flags.clone(), defaults, origins, |v, problems| {
+            if v.start_attempts == Some(0) {
+                problems.key("start-attempts", "is 0: give at least 1");
+            }
+        })
+        .map_err(|e| Failure::new(EXIT_USAGE, e))?;
+        let dir = serve.values.runtime_dir.clone().context("no runtime directory")?;
+        let dir = std::path::absolute(dir).context("cannot make the runtime directory absolute")?;
+        let mut common: Vec<OsString> = vec!["--runtime-dir".into(), dir.clone().into()];
+        if let Some(config) = &args.config.config {
+            common.extend(["--config".into(), std::path::absolute(config)?.into()]);
+        }
+        let owner = Program::checked("ds4-weight-owner", "owner", [common.clone(), args.owner_args()?].concat(), &[])?;
+        let worker =
+            Program::checked("ds4-worker", "worker", [common, args.worker_args()].concat(), &args.http_args())?;
+        Ok(Self { dir, owner, worker, serve })
+    }
+
+    /// All three sections, each value with its source.
+    pub fn printed(&self) -> String {
+        [self.serve.to_toml(), self.owner.printed.clone(), self.worker.printed.clone()].join("\n")
+    }
+
+    /// Limits for the worker.
+    pub fn worker_policy(&self) -> Policy {
+        let seconds = |n: Option<u64>| n.filter(|n| *n > 0).map(Duration::from_secs);
+        Policy {
+            attempts: self.serve.values.start_attempts.unwrap_or(5),
+            start_timeout: seconds(self.serve.values.start_timeout),
+            stop_timeout: seconds(self.serve.values.stop_timeout),
+        }
+    }
+
+    /// Limits for the owner: how long a load may take is its own setting.
+    pub fn owner_policy(&self) -> Policy {
+        Policy { start_timeout: None, ..self.worker_policy() }
+    }
+
+    /// Creates the runtime directory, for this user only.
+    pub fn create_dir(&self) -> anyhow::Result<()> {
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir).with_context(|| {
+            format!("cannot create the runtime directory {}; choose another with --runtime-dir", self.dir.display())
+        })
+    }
+
+    /// The models that the owner is going to load, absolute. Without any, the starter model if `ds4 pull` has fetched it.
+    ///
+    /// # Errors
+    /// Exit code 4 when a file is not there, 2 when there is nothing to serve.
+    pub fn models(&mut self) -> anyhow::Result<Vec<PathBuf>> {
+        let mut paths: Vec<PathBuf> = match self.owner.config.get("model") {
+            Some(Value::Array(list)) => list.iter().filter_map(Value::as_str).map(PathBuf::from).collect(),
+            Some(Value::String(path)) => vec![path.into()],
+            _ => Vec::new(),
+        };
+        if paths.is_empty() {
+            let starter = crate::pull::starter_path().filter(|p| p.exists()).ok_or_else(|| {
+                Failure::new(
+                    EXIT_USAGE,
+                    "no model to serve: fetch the starter model with `ds4 pull`, or give --model FILE.gguf",
+                )
+            })?;
+            self.owner.args.extend(["--model".into(), starter.clone().into()]);
+            paths.push(starter);
+        }
+        for path in &mut paths {
+            std::fs::File::open(&*path)
+                .map_err(|e| Failure::new(EXIT_MODEL, format!("cannot open the model {}: {e}", path.display())))?;
+            *path = std::fs::canonicalize(&*path)?;
+        }
+        Ok(paths)
+    }
+}
+
+impl Program {
+    /// Finds the executable beside this one and has it check its configuration (`--print-config`).
+    fn checked(name: &str, section: &str, args: Vec<OsString>, more: &[OsString]) -> anyhow::Result<Self> {
+        let path = sibling(name)?;
+        let output = print_config(&path, &[args.as_slice(), more].concat())?;
+        let errors = String::from_utf8_lossy(&output.stderr);
+        if !output.status.success() {
+            let code = output.status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(1);
+            return Err(Failure::new(code, format!("{name} refuses its configuration:\n{}", errors.trim_end())));
+        }
+        let printed = String::from_utf8(output.stdout).context("the configuration is not UTF-8")?;
+        let mut table: Table = printed.parse().with_context(|| format!("{name} --print-config printed no TOML"))?;
+        let config = match table.remove(section) {
+            Some(Value::Table(config)) => config,
+            _ => anyhow::bail!("{name} --print-config printed no [{section}]"),
+        };
+        Ok(Self { path, args, config, printed })
+    }
+}
+
+/// The executable `name` beside this one.
+pub fn sibling(name: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("cannot find this executable")?;
+    let path = own.with_file_name(name);
+    if !path.exists() {
+        let dir = own.parent().unwrap_or(Path::new("/")).display();
+        anyhow::bail!("{name} is not beside ds4 in {dir}; build or install it there");
+    }
+    Ok(path)
+}
+
+fn print_config(path: &Path, args: &[OsString]) -> anyhow::Result<Output> {
+    let mut child = Command::new(path)
+        .args(args)
+        .arg("--print-config")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("cannot start {}", path.display()))?;
+    let begun = Instant::now();
+    // A configuration is far smaller than a pipe's buffer, so the child never waits for us to read.
+    while child.try_wait()?.is_none() {
+        if begun.elapsed() > CHECK_LIMIT {
+            child.kill()?;
+            child.wait()?;
+            anyhow::bail!("{} --print-config did not end within {CHECK_LIMIT:?}", path.display());
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(child.wait_with_output()?)
+}
