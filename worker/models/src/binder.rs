@@ -44,6 +44,14 @@ impl<'a, D: Device> Binder<'a, D> {
         self.bind(name, &[len])
     }
 
+    /// Binds `count` matrices stacked in one tensor, as `count · rows` outputs by `cols` inputs.
+    ///
+    /// # Errors
+    /// As for [`Binder::matrix`].
+    pub fn stacked(&mut self, name: &str, count: usize, rows: usize, cols: usize) -> Result<D::Weight, ModelError> {
+        self.bind(name, &[cols, rows, count])
+    }
+
     fn bind(&mut self, name: &str, shape: &[usize]) -> Result<D::Weight, ModelError> {
         let Some((&key, &entry)) = self.entries.get_key_value(name) else {
             return Err(ModelError::Bind(format!("tensor {name} is missing from the manifest")));
@@ -58,7 +66,7 @@ impl<'a, D: Device> Binder<'a, D> {
             .and_then(|c| self.weights.chunks.get(c))
             .and_then(|c| c.slice(entry.offset, entry.len))
             .ok_or_else(|| ModelError::Bind(format!("tensor {name} lies outside chunk {}", entry.chunk)))?;
-        let (cols, rows) = (shape[0], shape.get(1).copied().unwrap_or(1));
+        let (cols, rows) = (shape[0], shape[1..].iter().product::<usize>());
         let want = entry.ty.row_bytes(cols as u64).and_then(|b| b.checked_mul(rows as u64));
         if want != Some(entry.len) {
             return Err(ModelError::Bind(format!(

@@ -1,9 +1,11 @@
 //! Model families: hyper-parameters, weight binding and forward passes, written once against the op set.
 
 pub mod binder;
+pub mod deepseek_v4;
 pub mod llama;
 
 use ds4_attach::Weights;
+use ds4_kernels::ops::{HyperOps, KvNumerics, MoeOps, SparseOps};
 use ds4_kernels::{BatchPlan, Device, DeviceError, StateSpec};
 
 /// Errors of building or running a model.
@@ -46,9 +48,12 @@ pub trait Model<D: Device>: Send {
 ///
 /// # Errors
 /// [`ModelError`] for a family that this build does not have, or when something does not fit it.
-pub fn build<D: Device>(device: &D, weights: &Weights) -> Result<Box<dyn Model<D>>, ModelError> {
+pub fn build<D: HyperOps + MoeOps + SparseOps>(device: &D, weights: &Weights) -> Result<Box<dyn Model<D>>, ModelError> {
     match weights.manifest.model.family.as_str() {
         "llama" => Ok(Box::new(llama::Llama::build(device, weights)?)),
-        other => Err(ModelError::Bind(format!("family {other:?} is unknown to this worker; it has llama"))),
+        "deepseek4" => Ok(Box::new(deepseek_v4::DeepseekV4::build(device, weights, KvNumerics::Official)?)),
+        other => {
+            Err(ModelError::Bind(format!("family {other:?} is unknown to this worker; it has llama and deepseek4")))
+        }
     }
 }

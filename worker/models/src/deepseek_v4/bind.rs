@@ -1,11 +1,11 @@
 //! Binding of the tensors, by the names and shapes of the catalog's table.
 
-use ds4_attach::Weights;
-use ds4_kernels::ops::{Experts, HyperWeights, SparseOps};
-use ds4_kernels::{Device, TensorSource};
+use ds4_kernels::Device;
+use ds4_kernels::ops::{Experts, HyperWeights};
 
 use super::params::Params;
 use crate::ModelError;
+use crate::binder::Binder;
 
 /// Projections of one compressor.
 pub struct CompressorWeights<W> {
@@ -64,135 +64,116 @@ pub struct GlobalWeights<W> {
     pub output: W,
 }
 
-struct Binder<'a, D: Device> {
-    device: &'a D,
-    weights: &'a Weights,
+/// Binds one mixer: `outputs` rows over the flattened streams.
+fn hyper<D: Device>(
+    b: &mut Binder<'_, D>,
+    prefix: &str,
+    cols: usize,
+    outputs: usize,
+    scales: usize,
+) -> Result<HyperWeights<D::Weight>, ModelError> {
+    // llama.cpp's converter spells the head's three tensors `hc_head_fn` and so on, without a suffix.
+    let alternative = prefix == "output_hc" && b.shape("output_hc_fn.weight").is_none();
+    let name = |part: &str| if alternative { format!("hc_head_{part}") } else { format!("{prefix}_{part}.weight") };
+    Ok(HyperWeights {
+        mixer: b.matrix(&name("fn"), outputs, cols)?,
+        scale: b.vector(&name("scale"), scales)?,
+        base: b.vector(&name("base"), outputs)?,
+    })
 }
 
-impl<D: Device> Binder<'_, D> {
-    /// Binds `name` and checks that it is `[rows, cols]` (a 3-D tensor counts as `experts · out` rows).
-    fn get(&self, name: &str, cols: usize, rows: usize) -> Result<D::Weight, ModelError> {
-        let (entry, bytes) = self
-            .weights
-            .tensor(name)
-            .ok_or_else(|| ModelError::Bind(format!("tensor {name} is missing from the manifest")))?;
-        let have_cols = entry.shape.first().copied().unwrap_or(0);
-        let have_rows: u64 = entry.shape.iter().skip(1).product();
-        if usize::try_from(have_cols) != Ok(cols) || usize::try_from(have_rows) != Ok(rows) {
-            return Err(ModelError::Bind(format!("tensor {name} is {:?}, expected [{cols}, {rows}]", entry.shape)));
-        }
-        Ok(self.device.bind(&TensorSource { name: name.to_owned(), ty: entry.ty, cols, rows, bytes })?)
-    }
-
-    fn vector(&self, name: &str, len: usize) -> Result<D::Weight, ModelError> {
-        self.get(name, len, 1)
-    }
-
-    fn hyper(&self, prefix: &str, cols: usize, outputs: usize, scales: usize) -> Result<HyperWeights<D::Weight>, ModelError> {
-        // llama.cpp's converter writes the head's three tensors without the suffix.
-        let name = |part: &str| {
-            let full = format!("{prefix}_{part}.weight");
-            let head = format!("hc_head_{part}");
-            if self.weights.tensor(&full).is_none() && prefix == "output_hc" && self.weights.tensor(&head).is_some() {
-                head
-            } else {
-                full
-            }
-        };
-        Ok(HyperWeights {
-            mixer: self.get(&name("fn"), cols, outputs)?,
-            scale: self.vector(&name("scale"), scales)?,
-            base: self.vector(&name("base"), outputs)?,
-        })
-    }
-
-    fn compressor(
-        &self,
-        prefix: &str,
-        hidden: usize,
-        dim: usize,
-        overlap: bool,
-        ratio: usize,
-    ) -> Result<CompressorWeights<D::Weight>, ModelError> {
-        let width = if overlap { 2 * dim } else { dim };
-        Ok(CompressorWeights {
-            values: self.get(&format!("{prefix}_kv.weight"), hidden, width)?,
-            gate: self.get(&format!("{prefix}_gate.weight"), hidden, width)?,
-            ape: self.get(&format!("{prefix}_ape.weight"), width, ratio)?,
-            norm: self.vector(&format!("{prefix}_norm.weight"), dim)?,
-        })
-    }
+fn compressor<D: Device>(
+    b: &mut Binder<'_, D>,
+    prefix: &str,
+    hidden: usize,
+    dim: usize,
+    overlap: bool,
+    ratio: usize,
+) -> Result<CompressorWeights<D::Weight>, ModelError> {
+    let width = if overlap { 2 * dim } else { dim };
+    Ok(CompressorWeights {
+        values: b.matrix(&format!("{prefix}_kv.weight"), width, hidden)?,
+        gate: b.matrix(&format!("{prefix}_gate.weight"), width, hidden)?,
+        ape: b.matrix(&format!("{prefix}_ape.weight"), ratio, width)?,
+        norm: b.vector(&format!("{prefix}_norm.weight"), dim)?,
+    })
 }
 
 /// Binds the tensors outside the layers.
-pub fn bind_global<D: SparseOps>(device: &D, weights: &Weights, p: &Params) -> Result<GlobalWeights<D::Weight>, ModelError> {
-    let b = Binder { device, weights };
+///
+/// # Errors
+/// [`ModelError`] naming the tensor.
+pub fn bind_global<D: Device>(b: &mut Binder<'_, D>, p: &Params) -> Result<GlobalWeights<D::Weight>, ModelError> {
     let n = p.hyper.streams;
     Ok(GlobalWeights {
-        embedding: b.get("token_embd.weight", p.hidden, p.vocab)?,
-        head_hyper: b.hyper("output_hc", n * p.hidden, n, 1)?,
+        embedding: b.matrix("token_embd.weight", p.vocab, p.hidden)?,
+        head_hyper: hyper(b, "output_hc", n * p.hidden, n, 1)?,
         norm: b.vector("output_norm.weight", p.hidden)?,
-        output: b.get("output.weight", p.hidden, p.vocab)?,
+        output: b.matrix("output.weight", p.vocab, p.hidden)?,
     })
 }
 
 /// Binds layer `i`.
-pub fn bind_layer<D: SparseOps>(
-    device: &D,
-    weights: &Weights,
+///
+/// # Errors
+/// [`ModelError`] naming the tensor.
+pub fn bind_layer<D: Device>(
+    b: &mut Binder<'_, D>,
     p: &Params,
     i: usize,
 ) -> Result<LayerWeights<D::Weight>, ModelError> {
-    let b = Binder { device, weights };
-    let layer = &p.layers[i];
+    let layer = p.layers[i];
     let t = |suffix: &str| format!("blk.{i}.{suffix}");
     let n = p.hyper.streams;
     let outputs = 2 * n + n * n;
     let overlap = layer.indexed(p);
     let group_in = p.heads * p.head_dim / p.o_groups;
-    let shared = |name: &str, cols, rows| b.get(&t(name), cols, rows);
+    let attn_hyper = hyper(b, &t("hc_attn"), n * p.hidden, outputs, 3)?;
+    let ffn_hyper = hyper(b, &t("hc_ffn"), n * p.hidden, outputs, 3)?;
+    let main = if layer.ratio == 0 {
+        None
+    } else {
+        Some(compressor(b, &t("attn_compressor"), p.hidden, p.head_dim, overlap, layer.ratio)?)
+    };
+    let indexer = if overlap {
+        Some(IndexerWeights {
+            q: b.matrix(&t("indexer.attn_q_b.weight"), p.index_heads * p.index_dim, p.q_lora)?,
+            head_weights: b.matrix(&t("indexer.proj.weight"), p.index_heads, p.hidden)?,
+            compressor: compressor(b, &t("indexer_compressor"), p.hidden, p.index_dim, true, layer.ratio)?,
+        })
+    } else {
+        None
+    };
+    let bias = t("exp_probs_b.bias");
+    let router_bias = if !layer.hashed && b.shape(&bias).is_some() { Some(b.vector(&bias, p.experts)?) } else { None };
+    let router_table =
+        if layer.hashed { Some(b.matrix(&t("ffn_gate_tid2eid.weight"), p.vocab, p.router.used)?) } else { None };
     Ok(LayerWeights {
-        attn_hyper: b.hyper(&t("hc_attn"), n * p.hidden, outputs, 3)?,
+        attn_hyper,
         attn_norm: b.vector(&t("attn_norm.weight"), p.hidden)?,
-        q_a: b.get(&t("attn_q_a.weight"), p.hidden, p.q_lora)?,
+        q_a: b.matrix(&t("attn_q_a.weight"), p.q_lora, p.hidden)?,
         q_a_norm: b.vector(&t("attn_q_a_norm.weight"), p.q_lora)?,
-        q_b: b.get(&t("attn_q_b.weight"), p.q_lora, p.heads * p.head_dim)?,
-        kv: b.get(&t("attn_kv.weight"), p.hidden, p.head_dim)?,
+        q_b: b.matrix(&t("attn_q_b.weight"), p.heads * p.head_dim, p.q_lora)?,
+        kv: b.matrix(&t("attn_kv.weight"), p.head_dim, p.hidden)?,
         kv_norm: b.vector(&t("attn_kv_a_norm.weight"), p.head_dim)?,
         sinks: b.vector(&t("attn_sinks.weight"), p.heads)?,
-        output_a: b.get(&t("attn_output_a.weight"), group_in, p.o_groups * p.o_lora)?,
-        output_b: b.get(&t("attn_output_b.weight"), p.o_groups * p.o_lora, p.hidden)?,
-        compressor: (layer.ratio != 0)
-            .then(|| b.compressor(&t("attn_compressor"), p.hidden, p.head_dim, overlap, layer.ratio))
-            .transpose()?,
-        indexer: overlap
-            .then(|| {
-                Ok::<_, ModelError>(IndexerWeights {
-                    q: b.get(&t("indexer.attn_q_b.weight"), p.q_lora, p.index_heads * p.index_dim)?,
-                    head_weights: b.get(&t("indexer.proj.weight"), p.hidden, p.index_heads)?,
-                    compressor: b.compressor(&t("indexer_compressor"), p.hidden, p.index_dim, true, layer.ratio)?,
-                })
-            })
-            .transpose()?,
-        ffn_hyper: b.hyper(&t("hc_ffn"), n * p.hidden, outputs, 3)?,
+        output_a: b.matrix(&t("attn_output_a.weight"), p.o_groups * p.o_lora, group_in)?,
+        output_b: b.matrix(&t("attn_output_b.weight"), p.hidden, p.o_groups * p.o_lora)?,
+        compressor: main,
+        indexer,
+        ffn_hyper,
         ffn_norm: b.vector(&t("ffn_norm.weight"), p.hidden)?,
-        router: b.get(&t("ffn_gate_inp.weight"), p.hidden, p.experts)?,
-        router_bias: match weights.tensor(&t("exp_probs_b.bias")) {
-            Some(_) if !layer.hashed => Some(b.vector(&t("exp_probs_b.bias"), p.experts)?),
-            _ => None,
-        },
-        router_table: layer
-            .hashed
-            .then(|| b.get(&t("ffn_gate_tid2eid.weight"), p.router.used, p.vocab))
-            .transpose()?,
+        router: b.matrix(&t("ffn_gate_inp.weight"), p.experts, p.hidden)?,
+        router_bias,
+        router_table,
         experts: Experts {
-            gate: b.get(&t("ffn_gate_exps.weight"), p.hidden, p.experts * p.ff)?,
-            up: b.get(&t("ffn_up_exps.weight"), p.hidden, p.experts * p.ff)?,
-            down: b.get(&t("ffn_down_exps.weight"), p.ff, p.experts * p.hidden)?,
+            gate: b.stacked(&t("ffn_gate_exps.weight"), p.experts, p.ff, p.hidden)?,
+            up: b.stacked(&t("ffn_up_exps.weight"), p.experts, p.ff, p.hidden)?,
+            down: b.stacked(&t("ffn_down_exps.weight"), p.experts, p.hidden, p.ff)?,
             count: p.experts,
         },
-        shared_gate: shared("ffn_gate_shexp.weight", p.hidden, p.ff)?,
-        shared_up: shared("ffn_up_shexp.weight", p.hidden, p.ff)?,
-        shared_down: shared("ffn_down_shexp.weight", p.ff, p.hidden)?,
+        shared_gate: b.matrix(&t("ffn_gate_shexp.weight"), p.ff, p.hidden)?,
+        shared_up: b.matrix(&t("ffn_up_shexp.weight"), p.ff, p.hidden)?,
+        shared_down: b.matrix(&t("ffn_down_shexp.weight"), p.hidden, p.ff)?,
     })
 }

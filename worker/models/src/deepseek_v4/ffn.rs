@@ -41,10 +41,7 @@ pub fn run<D: MoeOps>(
     x: &D::Buffer,
     y: &mut D::Buffer,
 ) {
-    device.matmul(
-        x,
-        &mut [(&w.router, &mut b.logits), (&w.shared_gate, &mut b.gate), (&w.shared_up, &mut b.up)],
-    );
+    device.matmul(x, &mut [(&w.router, &mut b.logits), (&w.shared_gate, &mut b.gate), (&w.shared_up, &mut b.up)]);
     match &w.router_table {
         Some(table) => device.route_table(&p.router, step, table, &b.logits, &mut b.routing),
         None => device.route_learned(&p.router, &b.logits, w.router_bias.as_ref(), &mut b.routing),

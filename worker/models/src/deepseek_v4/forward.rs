@@ -10,6 +10,7 @@ use super::bind::{GlobalWeights, LayerWeights, bind_global, bind_layer};
 use super::ffn::{self, FfnBuffers};
 use super::params::Params;
 use super::state::{LayerSlots, state_spec};
+use crate::binder::Binder;
 use crate::{Model, ModelError, ModelShape};
 
 /// A bound DeepSeek V4 model.
@@ -38,15 +39,17 @@ impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
     pub fn build(device: &D, weights: &Weights, numerics: KvNumerics) -> Result<Self, ModelError> {
         let p = Params::from_metadata(&weights.manifest.metadata)?;
         let (spec, slots) = state_spec(&p, numerics);
-        let layers =
-            (0..p.layers.len()).map(|i| bind_layer(device, weights, &p, i)).collect::<Result<Vec<_>, _>>()?;
+        let mut b = Binder::new(device, weights);
+        let global = bind_global(&mut b, &p)?;
+        let layers = (0..p.layers.len()).map(|i| bind_layer(&mut b, &p, i)).collect::<Result<Vec<_>, _>>()?;
+        b.finish()?;
         let n = p.hyper.streams;
         Ok(Self {
             shape: ModelShape { vocab: p.vocab, context: p.context },
             numerics,
             spec,
             slots,
-            global: bind_global(device, weights, &p)?,
+            global,
             layers,
             rotary: Rotary {
                 plain: device.upload_rope(&yarn::frequencies(p.rope_dim, p.rope_base, None)),

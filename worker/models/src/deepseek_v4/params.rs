@@ -94,7 +94,8 @@ impl Params {
         let float32 = |key: &str| -> Result<f32, ModelError> { float(key).map(|v| v as f32) };
 
         let count = int("block_count")?;
-        let ratios = m.ints("deepseek4.attention.compress_ratios").ok_or_else(|| missing("attention.compress_ratios"))?;
+        let ratios =
+            m.ints("deepseek4.attention.compress_ratios").ok_or_else(|| missing("attention.compress_ratios"))?;
         let clamps = match m.get("deepseek4.swiglu_clamp_exp") {
             Some(ds4_manifests::Value::Floats(v)) => v.as_slice(),
             _ => return Err(missing("swiglu_clamp_exp")),
@@ -109,8 +110,9 @@ impl Params {
         let hashed = int("hash_layer_count")?;
         let layers = (0..count)
             .map(|i| {
-                let ratio = usize::try_from(ratios[i])
-                    .map_err(|_| ModelError::Bind(format!("compress_ratios[{i}] is {}, expected 0 or more", ratios[i])))?;
+                let ratio = usize::try_from(ratios[i]).map_err(|_| {
+                    ModelError::Bind(format!("compress_ratios[{i}] is {}, expected 0 or more", ratios[i]))
+                })?;
                 Ok(LayerKind { ratio, hashed: i < hashed, clamp: clamps[i] })
             })
             .collect::<Result<Vec<_>, ModelError>>()?;

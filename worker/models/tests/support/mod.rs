@@ -91,8 +91,11 @@ pub struct Lone {
 impl Lone {
     pub fn load(path: &Path) -> Self {
         let device = CpuDevice::default();
-        let weights = weights(path);
-        let model = ds4_models::build(&device, &weights).unwrap();
+        let model = ds4_models::build(&device, &weights(path)).unwrap();
+        Self::new(device, model)
+    }
+
+    pub fn new(device: CpuDevice, model: Box<dyn Model<CpuDevice>>) -> Self {
         let context = model.shape().context;
         let banks = vec![device.bank(model.state(), context).unwrap()];
         Self { device, model, banks, len: 0 }

@@ -1,0 +1,89 @@
+//! DeepSeek V4 against transformers on small random models (tests/oracles/deepseek_v4.py), `reference` numerics.
+//!
+//! Bound: the largest difference of any logit, relative to the spread (standard deviation) of the model's logits, is at most
+//! 1e-4. Both sides compute in f32 with sums in different orders; a wrong rule anywhere is off by 1e-2 and more.
+
+#[path = "support/seeded.rs"]
+mod seeded;
+mod support;
+
+use ds4_kernels::CpuDevice;
+use ds4_kernels::ops::KvNumerics;
+use ds4_models::deepseek_v4::DeepseekV4;
+use serde_json::Value;
+use support::{Lone, argmax, fixture, json, tokens};
+
+const BOUND: f64 = 1e-4;
+
+fn lone(case: &Value, numerics: KvNumerics) -> Lone {
+    let device = CpuDevice::default();
+    let model = DeepseekV4::build(&device, &seeded::weights(case), numerics).unwrap();
+    Lone::new(device, Box::new(model))
+}
+
+fn case(name: &str) -> Value {
+    let all = json("deepseek_v4/cases.json");
+    all.as_array().unwrap().iter().find(|c| c["name"] == name).unwrap_or_else(|| panic!("no case {name}")).clone()
+}
+
+/// Rows of reference logits with their positions.
+fn reference(case: &Value) -> Vec<(usize, Vec<f64>)> {
+    let name = case["name"].as_str().unwrap();
+    let bytes = std::fs::read(fixture(&format!("deepseek_v4/{name}.f32"))).unwrap();
+    let values: Vec<f64> = bytes.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect();
+    let vocab = usize::try_from(case["vocab"].as_u64().unwrap()).unwrap();
+    let rows = tokens(&case["rows"]);
+    assert_eq!(values.len(), rows.len() * vocab);
+    rows.iter().map(|r| *r as usize).zip(values.chunks_exact(vocab).map(<[f64]>::to_vec)).collect()
+}
+
+/// Largest error over all reference rows, relative to the logits' spread.
+fn worst(case: &Value, got: &[Vec<f32>]) -> f64 {
+    let spread = case["std"].as_f64().unwrap();
+    let mut worst = 0.0f64;
+    for (row, want) in reference(case) {
+        for (g, w) in got[row].iter().zip(&want) {
+            worst = worst.max((f64::from(*g) - w).abs() / spread);
+        }
+    }
+    worst
+}
+
+fn agrees(name: &str) {
+    let case = case(name);
+    let ids = tokens(&case["ids"]);
+    let mut m = lone(&case, KvNumerics::Reference);
+    let whole = m.all_logits(&ids, ids.len());
+    let error = worst(&case, &whole);
+    println!("{name}: {error:.2e}");
+    assert!(error <= BOUND, "{name}: {error:.3e}");
+    // Row invariance: any chunking gives the very same bits, decode (chunks of 1) included.
+    for chunk in [1, 3, 64, 128] {
+        assert!(m.all_logits(&ids, chunk) == whole, "{name}: chunks of {chunk}");
+    }
+    let greedy = case["greedy"].as_array().unwrap();
+    let want: Vec<u32> = greedy.iter().map(|g| u32::try_from(g[0].as_u64().unwrap()).unwrap()).collect();
+    let end = m.last_logits(&ids, 64);
+    assert_eq!(argmax(&end), want[0], "{name}");
+    assert_eq!(m.decode_greedy(end, want.len()), want, "{name}: greedy");
+}
+
+macro_rules! agreement {
+    ($($test:ident: $name:literal;)*) => { $(
+        #[test]
+        fn $test() {
+            agrees($name);
+        }
+    )* };
+}
+
+agreement! {
+    deepseek_v4_sliding_window: "swa";
+    deepseek_v4_compressed_by_4: "csa";
+    deepseek_v4_compressed_by_128: "hca";
+    deepseek_v4_hash_routing: "hash";
+    deepseek_v4_mixed_layers: "mixed";
+    deepseek_v4_past_the_yarn_context: "yarn";
+    deepseek_v4_pro_schedule: "pro-schedule";
+    deepseek_v4_production_geometry: "production-geometry";
+}
