@@ -8,6 +8,7 @@ mod banks;
 mod channel;
 mod config;
 mod engine;
+mod exp;
 mod handle;
 mod logprobs;
 mod params;

@@ -1,5 +1,6 @@
 //! Log-probabilities under the unmodified model distribution.
 
+use crate::exp::exp_nonpositive;
 use crate::request::TokenLogprob;
 use crate::select::top_k;
 
@@ -14,7 +15,15 @@ impl LogSoftmax {
     /// Of a row with at least one finite logit.
     pub fn of(logits: &[f32]) -> Self {
         let max = crate::select::max(logits);
-        let sum: f64 = logits.iter().map(|l| f64::from((l - max).exp())).sum();
+        let mut lanes = [0f64; 8];
+        let chunks = logits.chunks_exact(8);
+        let rest: f64 = chunks.remainder().iter().map(|l| f64::from(exp_nonpositive(l - max))).sum();
+        for chunk in chunks {
+            for (lane, l) in lanes.iter_mut().zip(chunk) {
+                *lane += f64::from(exp_nonpositive(l - max));
+            }
+        }
+        let sum = lanes.iter().sum::<f64>() + rest;
         Self { max, log_sum: sum.ln() }
     }
 

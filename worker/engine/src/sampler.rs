@@ -10,21 +10,21 @@ use std::hash::{BuildHasher, Hasher};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
+use crate::exp::{exp_nonpositive, sum};
 use crate::request::SamplingParams;
 use crate::select;
 
-/// Weights below `exp(-80)` of the best one are treated as 0: all of a 130,000-token vocabulary at that weight has less mass
-/// than the 2⁻⁵³ resolution of a draw.
-const NEGLIGIBLE: f32 = -80.0;
-
-/// How many candidates the first pass of a top-p search without top-k looks at; each further pass takes four times more.
-const NUCLEUS_START: usize = 128;
+/// Buckets of the top-p search, and how many of them cover one unit of scaled logit: 24 units in all. What is below is one
+/// last bucket.
+const BUCKETS: usize = 1536;
+const BUCKETS_PER_UNIT: f32 = 64.0;
 
 /// Reusable memory of the sampler, one per engine.
 #[derive(Debug, Default)]
 pub struct Scratch {
     pub(crate) candidates: Vec<(f32, u32)>,
     weights: Vec<f32>,
+    buckets: Vec<f64>,
     undo: Vec<(u32, f32)>,
 }
 
@@ -93,64 +93,76 @@ impl Sampler {
             return None;
         }
         let top_k = self.params.top_k as usize;
-        if self.params.top_p >= 1.0 && (top_k == 0 || top_k >= logits.len()) {
-            self.pick_unordered(logits, max, scratch)
+        if top_k == 0 || top_k >= logits.len() {
+            self.pick_from_row(logits, max, scratch)
         } else {
-            self.pick_ordered(logits, max, scratch)
+            self.pick_from_best(logits, max, top_k, scratch)
         }
     }
 
-    /// Without top-k and top-p no order is needed: two passes over the row.
-    fn pick_unordered(&mut self, logits: &[f32], max: f32, scratch: &mut Scratch) -> Option<u32> {
-        let floor = self.min_p_floor().max(NEGLIGIBLE);
+    /// Without top-k: weights in token order, those that top-p or min-p exclude set to 0. Nothing is sorted but the one
+    /// bucket in which top-p ends.
+    fn pick_from_row(&mut self, logits: &[f32], max: f32, scratch: &mut Scratch) -> Option<u32> {
         let scale = self.scale();
-        let mut total = 0f64;
-        scratch.weights.clear();
-        scratch.weights.extend(logits.iter().map(|&l| {
-            let x = (l - max) * scale;
-            let w = if x >= floor { x.exp() } else { 0.0 };
-            total += f64::from(w);
-            w
-        }));
-        let at = self.draw(total, scratch.weights.iter().copied());
-        u32::try_from(at?).ok()
+        let weights = &mut scratch.weights;
+        weights.clear();
+        weights.extend(logits.iter().map(|&l| exp_nonpositive((l - max) * scale)));
+        let mut total = sum(weights);
+        let mut cut = false;
+        if self.params.top_p < 1.0 {
+            let mass = f64::from(self.params.top_p) * total;
+            let last = last_of_nucleus(
+                logits,
+                weights,
+                mass,
+                |l| (max - l) * scale,
+                &mut scratch.buckets,
+                &mut scratch.candidates,
+            );
+            if let Some(last) = last {
+                for ((w, &l), id) in weights.iter_mut().zip(logits).zip(0u32..) {
+                    if select::better(&(l, id), &last).is_gt() {
+                        *w = 0.0;
+                    }
+                }
+                cut = true;
+            }
+        }
+        if self.params.min_p > 0.0 {
+            let floor = self.min_p_floor();
+            for (w, &l) in weights.iter_mut().zip(logits) {
+                if (l - max) * scale < floor {
+                    *w = 0.0;
+                }
+            }
+            cut = true;
+        }
+        if cut {
+            total = sum(weights);
+        }
+        u32::try_from(draw(&mut self.rng, total, weights)?).ok()
     }
 
-    /// With top-k or top-p: candidates best first, cut, then drawn from.
-    fn pick_ordered(&mut self, logits: &[f32], max: f32, scratch: &mut Scratch) -> Option<u32> {
-        let p = &self.params;
+    /// With top-k: candidates best first, cut by top-p and min-p.
+    fn pick_from_best(&mut self, logits: &[f32], max: f32, top_k: usize, scratch: &mut Scratch) -> Option<u32> {
         let scale = self.scale();
-        let top_p = f64::from(p.top_p);
-        let weight = |l: f32| ((l - max) * scale).exp();
-        let top_k = p.top_k as usize;
-        let candidates = &mut scratch.candidates;
-
-        let mut keep;
-        if top_k > 0 && top_k < logits.len() {
-            select::top_k(logits, top_k, candidates);
-            let total: f64 = candidates.iter().map(|c| f64::from(weight(c.0))).sum();
-            keep = nucleus(candidates, &weight, top_p * total).unwrap_or(candidates.len());
-        } else {
-            let total: f64 = logits.iter().map(|&l| f64::from(weight(l))).sum();
-            let mut look = NUCLEUS_START;
-            keep = loop {
-                select::top_k(logits, look, candidates);
-                match nucleus(candidates, &weight, top_p * total) {
-                    Some(n) => break n,
-                    // Rounding can leave the sum of all just below p times itself.
-                    None if candidates.len() == logits.len() => break candidates.len(),
-                    None => look *= 4,
-                }
-            };
+        let (weights, candidates) = (&mut scratch.weights, &mut scratch.candidates);
+        select::top_k(logits, top_k, candidates);
+        weights.clear();
+        weights.extend(candidates.iter().map(|c| exp_nonpositive((c.0 - max) * scale)));
+        if self.params.top_p < 1.0 {
+            let mass = f64::from(self.params.top_p) * sum(weights);
+            let mut reached = 0f64;
+            let at = weights.iter().position(|&w| {
+                reached += f64::from(w);
+                reached >= mass
+            });
+            weights.truncate(at.map_or(weights.len(), |i| i + 1));
         }
         let floor = self.min_p_floor();
-        keep = keep.min(candidates.partition_point(|c| (c.0 - max) * scale >= floor)).max(1);
-
-        scratch.weights.clear();
-        scratch.weights.extend(candidates[..keep].iter().map(|c| weight(c.0)));
-        let total = scratch.weights.iter().map(|&w| f64::from(w)).sum();
-        let at = self.draw(total, scratch.weights.iter().copied())?;
-        Some(scratch.candidates[at].1)
+        weights.truncate(candidates.partition_point(|c| (c.0 - max) * scale >= floor).max(1));
+        let at = draw(&mut self.rng, sum(weights), weights)?;
+        Some(candidates[at].1)
     }
 
     /// `1 / temperature`, bounded so that a temperature of 1e-40 is greedy and not 0 times infinity.
@@ -162,36 +174,63 @@ impl Sampler {
     fn min_p_floor(&self) -> f32 {
         if self.params.min_p > 0.0 { self.params.min_p.ln() } else { f32::NEG_INFINITY }
     }
-
-    /// The index of a weight, with probability proportional to it.
-    #[allow(clippy::cast_precision_loss, reason = "53 random bits fit an f64 exactly")]
-    fn draw(&mut self, total: f64, weights: impl Iterator<Item = f32>) -> Option<usize> {
-        let unit = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
-        let mut left = unit * total;
-        let mut last = None;
-        for (i, w) in weights.enumerate() {
-            if w > 0.0 {
-                last = Some(i);
-                left -= f64::from(w);
-                if left < 0.0 {
-                    break;
-                }
-            }
-        }
-        last
-    }
 }
 
-/// How many of the best candidates reach `mass`, or `None` when all together don't.
-fn nucleus(candidates: &[(f32, u32)], weight: &impl Fn(f32) -> f32, mass: f64) -> Option<usize> {
-    let mut sum = 0f64;
-    candidates
-        .iter()
-        .position(|c| {
-            sum += f64::from(weight(c.0));
-            sum >= mass
-        })
-        .map(|i| i + 1)
+/// The index of a weight, with probability proportional to it; `None` when all are 0.
+#[allow(clippy::cast_precision_loss, reason = "53 random bits fit an f64 exactly")]
+fn draw(rng: &mut ChaCha8Rng, total: f64, weights: &[f32]) -> Option<usize> {
+    let unit = (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
+    let mut left = unit * total;
+    let mut last = None;
+    for (i, &w) in weights.iter().enumerate() {
+        if w > 0.0 {
+            last = Some(i);
+            left -= f64::from(w);
+            if left < 0.0 {
+                break;
+            }
+        }
+    }
+    last
+}
+
+/// The worst candidate of the smallest set of best tokens whose weights reach `mass`; `None` when rounding leaves even all
+/// of them short. `below(logit)` is the scaled distance from the best logit.
+///
+/// Weights are summed into buckets by distance, so that only the bucket in which the sum passes `mass` needs an order.
+fn last_of_nucleus(
+    logits: &[f32],
+    weights: &[f32],
+    mass: f64,
+    below: impl Fn(f32) -> f32,
+    buckets: &mut Vec<f64>,
+    candidates: &mut Vec<(f32, u32)>,
+) -> Option<(f32, u32)> {
+    // A saturating cast: the far tail, infinities included, falls into the last bucket.
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "not negative, and saturating is meant")]
+    let bucket = |l: f32| ((below(l) * BUCKETS_PER_UNIT) as usize).min(BUCKETS - 1);
+    buckets.clear();
+    buckets.resize(BUCKETS, 0.0);
+    for (&l, &w) in logits.iter().zip(weights) {
+        buckets[bucket(l)] += f64::from(w);
+    }
+    let mut reached = 0f64;
+    let end = buckets.iter().position(|b| {
+        let enough = reached + b >= mass;
+        if !enough {
+            reached += b;
+        }
+        enough
+    })?;
+    candidates.clear();
+    candidates.extend(logits.iter().zip(0u32..).filter(|(l, _)| bucket(**l) == end).map(|(&l, id)| (l, id)));
+    candidates.sort_unstable_by(select::better);
+    let at = candidates.iter().position(|c| {
+        reached += f64::from(weights[c.1 as usize]);
+        reached >= mass
+    });
+    // The bucket's own sum, in another order, may have been a rounding error larger.
+    at.map(|i| candidates[i]).or_else(|| candidates.last().copied())
 }
 
 /// Makes a row fit to be ordered: NaN becomes `-inf`, `+inf` the largest number. Returns how many values were not finite.
@@ -296,12 +335,40 @@ mod tests {
     }
 
     #[test]
-    fn top_p_over_a_flat_wide_row_grows_its_search() {
-        // 1000 equal tokens: p = 0.5 keeps the 500 lowest ids, more than the first pass looks at.
+    fn top_p_over_equal_tokens_keeps_the_lowest_ids() {
+        // 1000 equal tokens, one bucket: p = 0.5 keeps the 500 lowest ids.
         let row = vec![0f32; 1000];
         let counts = histogram(SamplingParams { top_p: 0.5, ..params() }, &row, 20_000);
         assert!(counts[500..].iter().all(|c| *c == 0.0));
         assert!(counts[..500].iter().filter(|c| **c > 0.0).count() > 490);
+    }
+
+    #[test]
+    fn top_p_agrees_with_a_full_sort_on_wide_rows() {
+        let mut x = 88_172_645_463_325_252u64;
+        let mut uniform = move || {
+            // xorshift64
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            (x >> 40) as f32 / 16_777_216.0
+        };
+        for round in 0..40 {
+            let width = [0.01, 1.0, 8.0, 60.0][round % 4];
+            let row: Vec<f32> = (0..700).map(|_| (uniform() * 256.0).floor() / 256.0 * width).collect();
+            let top = select::max(&row);
+            let weights: Vec<f32> = row.iter().map(|l| exp_nonpositive(l - top)).collect();
+            let mass = f64::from([0.1f32, 0.5, 0.9, 0.999][round / 10]) * sum(&weights);
+            let mut sorted: Vec<(f32, u32)> = row.iter().zip(0..).map(|(&l, i)| (l, i)).collect();
+            sorted.sort_by(select::better);
+            let mut reached = 0.0;
+            let want = sorted.iter().find(|c| {
+                reached += f64::from(weights[c.1 as usize]);
+                reached >= mass
+            });
+            let got = last_of_nucleus(&row, &weights, mass, |l| top - l, &mut Vec::new(), &mut Vec::new());
+            assert_eq!(got.as_ref(), want, "round {round}");
+        }
     }
 
     #[test]
