@@ -24,6 +24,8 @@ pub(crate) struct BankTable<D: Device> {
     slots: Vec<Slot>,
     bytes_per_token: usize,
     keep_bytes: usize,
+    /// Whether a bank can be cut back to any length; otherwise it can only be continued from where it is.
+    truncatable: bool,
     clock: u64,
 }
 
@@ -50,6 +52,7 @@ impl<D: Device> BankTable<D> {
             slots: (0..count).map(|_| Slot::default()).collect(),
             bytes_per_token: spec.bytes_per_token().max(1),
             keep_bytes,
+            truncatable: spec.truncatable(),
             clock: 0,
         })
     }
@@ -68,8 +71,7 @@ impl<D: Device> BankTable<D> {
     pub fn admit(&mut self, device: &D, prompt: &[u32]) -> Option<Admission> {
         let bank = self.choose(prompt)?;
         let slot = &mut self.slots[bank];
-        // The last prompt token is always computed: its logits are what the first output token is drawn from.
-        let cached = common_prefix(&slot.history, prompt).min(prompt.len().saturating_sub(1));
+        let cached = reusable(&slot.history, prompt, self.truncatable);
         slot.history.truncate(cached);
         slot.busy = true;
         device.bank_trim(&mut self.banks[bank], cached);
@@ -81,7 +83,7 @@ impl<D: Device> BankTable<D> {
     fn choose(&self, prompt: &[u32]) -> Option<usize> {
         let free = || self.slots.iter().enumerate().filter(|(_, s)| !s.busy);
         let longest = free()
-            .map(|(i, s)| (common_prefix(&s.history, prompt), i))
+            .map(|(i, s)| (reusable(&s.history, prompt, self.truncatable), i))
             .max_by_key(|&(n, i)| (n, std::cmp::Reverse(i)))?;
         let (prefix, bank) = longest;
         if prefix > 0 && prefix * 2 >= self.slots[bank].history.len() {
@@ -140,6 +142,7 @@ impl<D: Device> BankTable<D> {
             let history = &mut self.slots[bank].history;
             // Page rounding may free less than asked: an eighth less each time ends.
             let keep = keep.min(history.len() - history.len().div_ceil(8));
+            let keep = if self.truncatable { keep } else { 0 };
             history.truncate(keep);
             device.bank_trim(&mut self.banks[bank], keep);
             total = self.committed(device);
@@ -161,6 +164,13 @@ impl<D: Device> BankTable<D> {
     pub fn idle(&self) -> usize {
         self.slots.iter().filter(|s| !s.busy && !s.history.is_empty()).count()
     }
+}
+
+/// Leading tokens of `prompt` whose rows in a bank that holds `history` can be used. The last prompt token is always
+/// computed: its logits are what the first output token is drawn from. A bank that cannot be truncated is only of use whole.
+fn reusable(history: &[u32], prompt: &[u32], truncatable: bool) -> usize {
+    let common = common_prefix(history, prompt).min(prompt.len().saturating_sub(1));
+    if truncatable || common == history.len() { common } else { 0 }
 }
 
 fn common_prefix(a: &[u32], b: &[u32]) -> usize {
@@ -185,6 +195,15 @@ mod tests {
         t.extend(got.bank, &tokens[got.cached..]);
         t.release(device, got.bank, true);
         got
+    }
+
+    #[test]
+    fn a_bank_that_cannot_be_truncated_is_continued_or_not_used() {
+        assert_eq!(reusable(&[1, 2, 3], &[1, 2, 3, 4], false), 3);
+        assert_eq!(reusable(&[1, 2, 3], &[1, 2, 9, 4], false), 0);
+        assert_eq!(reusable(&[1, 2, 3], &[1, 2, 3], false), 0, "its last token would have to be taken back");
+        assert_eq!(reusable(&[1, 2, 3], &[1, 2, 9, 4], true), 2);
+        assert_eq!(reusable(&[1, 2, 3], &[1, 2, 3], true), 2);
     }
 
     #[test]
