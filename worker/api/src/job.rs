@@ -1,0 +1,105 @@
+//! The one internal request: whatever surface it came by, it is a set of sequences to generate and how to report them.
+
+use std::sync::Arc;
+
+use ds4_engine::GenerateRequest;
+
+use crate::backend::{Backend, PromptError};
+use crate::error::ApiError;
+use crate::params::Common;
+
+/// Most sequences that one HTTP request may start.
+pub const MAX_SEQUENCES: usize = 128;
+
+/// A parsed request, its prompts tokenised.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// The shared fields.
+    pub common: Common,
+    /// Tokens of each prompt; choice `p * n + j` is the j-th of prompt `p`.
+    pub prompts: Vec<Vec<u32>>,
+    /// `Some(k)`: logprobs with k alternatives.
+    pub logprobs: Option<u32>,
+    /// Prompt texts to put before the completions.
+    pub echo: Option<Vec<String>>,
+}
+
+impl Job {
+    /// Number of choices.
+    pub fn choices(&self) -> usize {
+        self.prompts.len() * self.common.n
+    }
+
+    /// All prompt tokens, each prompt counted once.
+    pub fn prompt_tokens(&self) -> usize {
+        self.prompts.iter().map(Vec::len).sum()
+    }
+
+    /// The engine requests, in choice order. Choices of one prompt have seeds of their own: `seed`, `seed + 1`, ...
+    pub fn requests(&self, id: &str) -> Vec<GenerateRequest> {
+        let many = self.choices() > 1;
+        let mut requests = Vec::with_capacity(self.choices());
+        for prompt in &self.prompts {
+            for j in 0..self.common.n {
+                let mut sampling = self.common.sampling.clone();
+                sampling.seed = sampling.seed.map(|s| s.wrapping_add(j as u64));
+                requests.push(GenerateRequest {
+                    id: if many { format!("{id}/{}", requests.len()) } else { id.to_owned() },
+                    prompt: prompt.clone(),
+                    max_tokens: self.common.max_tokens.unwrap_or(usize::MAX),
+                    sampling,
+                    stop: self.common.stop.clone(),
+                    logprobs: self.logprobs,
+                    ignore_eos: self.common.ignore_eos,
+                });
+            }
+        }
+        requests
+    }
+}
+
+/// Refuses, before any tokenising, text that cannot fit however well it compresses.
+///
+/// # Errors
+/// `context_length_exceeded`.
+pub fn check_text_size(bytes: usize, backend: &Arc<dyn Backend>) -> Result<(), ApiError> {
+    let model = backend.model();
+    if model.max_token_bytes == 0 {
+        return Ok(());
+    }
+    let at_least = bytes / model.max_token_bytes;
+    if at_least >= model.context {
+        return Err(ApiError::context_exceeded(at_least, model.context, true));
+    }
+    Ok(())
+}
+
+/// Refuses prompts that are empty, too long or hold ids outside the vocabulary.
+///
+/// # Errors
+/// `empty_prompt`, `context_length_exceeded`, `invalid_value`.
+pub fn check_tokens(tokens: &[u32], backend: &Arc<dyn Backend>) -> Result<(), ApiError> {
+    let model = backend.model();
+    if tokens.is_empty() {
+        return Err(ApiError::field("empty_prompt", "prompt", "the prompt has no tokens"));
+    }
+    if tokens.len() >= model.context {
+        return Err(ApiError::context_exceeded(tokens.len(), model.context, false));
+    }
+    if let Some(bad) = tokens.iter().find(|t| usize::try_from(**t).is_ok_and(|t| t >= model.vocab)) {
+        let rule = format!("token ids must be below {}", model.vocab);
+        return Err(ApiError::invalid_value("prompt", format!("token {bad}"), &rule));
+    }
+    Ok(())
+}
+
+impl From<PromptError> for ApiError {
+    fn from(e: PromptError) -> Self {
+        let message = e.to_string();
+        match e {
+            PromptError::Template(_) => Self::field("invalid_messages", "messages", message),
+            PromptError::NoTemplate => Self::field("no_chat_template", "messages", message),
+            PromptError::Tokenizer(_) => Self::field("invalid_prompt", "prompt", message),
+        }
+    }
+}

@@ -1,0 +1,251 @@
+//! The routes and their handlers.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use hyper::header::{CONTENT_TYPE, HeaderValue};
+use hyper::{Method, Request, StatusCode, Uri};
+use serde_json::{Value, json};
+
+use crate::backend::{Backend, ModelInfo};
+use crate::body::receive;
+use crate::chat_wire::ChatWire;
+use crate::completions_wire::CompletionsWire;
+use crate::error::{ApiError, ErrorType};
+use crate::job::Job;
+use crate::params::model_not_found;
+use crate::run::{Limits, answer};
+use crate::server::RequestId;
+use crate::track::Tracker;
+use crate::{Api, Phase, chat, completions};
+
+/// Bodies up to this size are parsed and tokenised where they arrive: a few milliseconds at most.
+const INLINE: usize = 4 << 10;
+
+/// All routes over `api`.
+pub fn router(api: Arc<Api>) -> Router {
+    Router::new()
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/completions", post(text_completions))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/v1/stats", get(stats))
+        .route("/health", get(ready))
+        .route("/health/ready", get(ready))
+        .route("/health/live", get(live))
+        .route("/metrics", get(metrics))
+        .fallback(not_found)
+        .method_not_allowed_fallback(method_not_allowed)
+        .with_state(api)
+}
+
+type Parse = fn(&[u8], usize, &Arc<dyn Backend>) -> Result<Job, ApiError>;
+
+async fn chat_completions(State(api): State<Arc<Api>>, request: Request<Body>) -> Response {
+    generate(api, request, "chat", chat::parse, |api, id, job| ChatWire {
+        id: format!("chatcmpl-{id}"),
+        created: now(),
+        backend: Arc::clone(&api.backend),
+        include_usage: job.common.include_usage,
+        logprobs: job.logprobs.is_some(),
+    })
+    .await
+}
+
+async fn text_completions(State(api): State<Arc<Api>>, request: Request<Body>) -> Response {
+    generate(api, request, "completions", completions::parse, |api, id, job| CompletionsWire {
+        id: format!("cmpl-{id}"),
+        created: now(),
+        backend: Arc::clone(&api.backend),
+        include_usage: job.common.include_usage,
+        logprobs: job.logprobs.is_some(),
+        echo: job.echo.clone(),
+        n: job.common.n,
+        offsets: vec![0; job.choices()],
+    })
+    .await
+}
+
+/// What both surfaces do: receive, parse, submit, answer; every way out writes the completion line.
+async fn generate<W: crate::wire::Wire>(
+    api: Arc<Api>,
+    request: Request<Body>,
+    surface: &'static str,
+    parse: Parse,
+    wire: impl FnOnce(&Api, uuid::fmt::Simple, &Job) -> W,
+) -> Response {
+    let id = request.extensions().get::<RequestId>().map(|r| r.0.clone()).unwrap_or_default();
+    let mut tracker = Tracker::new(Arc::clone(&api.metrics), id, surface);
+    match prepare(&api, request, parse).await {
+        Ok(job) => {
+            let wire = wire(&api, uuid::Uuid::new_v4().simple(), &job);
+            let limits = Limits {
+                request_timeout: api.config.request_timeout,
+                keepalive_interval: api.config.keepalive_interval,
+            };
+            answer(job, wire, Arc::clone(&api.backend), tracker, limits)
+                .await
+                .unwrap_or_else(IntoResponse::into_response)
+        }
+        Err(e) => {
+            tracker.fail(&e);
+            e.into_response()
+        }
+    }
+}
+
+/// Receives and parses off the runtime's threads when that may take long.
+async fn prepare(api: &Arc<Api>, request: Request<Body>, parse: Parse) -> Result<Job, ApiError> {
+    match *api.phase().borrow() {
+        Phase::Ready => {}
+        Phase::Starting => return Err(starting()),
+        Phase::Draining => return Err(ApiError::draining()),
+    }
+    let received = receive(request, &api.config, &api.budget).await?;
+    let (depth, backend) = (api.config.max_json_depth, Arc::clone(&api.backend));
+    if received.bytes.len() <= INLINE {
+        return parse(&received.bytes, depth, &backend);
+    }
+    let parsed = tokio::task::spawn_blocking(move || parse(&received.bytes, depth, &backend)).await;
+    parsed.unwrap_or_else(|e| {
+        tracing::error!("parsing a request failed: {e}");
+        Err(ApiError::internal("the request could not be processed; see the worker's log"))
+    })
+}
+
+fn starting() -> ApiError {
+    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, ErrorType::Unavailable, "starting", "the worker is starting; retry")
+        .retry_after(1)
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+fn model_json(m: &ModelInfo) -> Value {
+    json!({
+        "id": m.name,
+        "object": "model",
+        "created": m.created,
+        "owned_by": "ds4",
+        "context_length": m.context,
+        "max_model_len": m.context,
+        "meta": {
+            "family": m.family,
+            "artifact": m.artifact,
+            "blake3": m.blake3,
+            "epoch": m.epoch,
+            "size": m.weight_bytes,
+            "n_ctx": m.context,
+            "n_ctx_train": m.context_train,
+            "n_vocab": m.vocab,
+        },
+    })
+}
+
+async fn models(State(api): State<Arc<Api>>) -> Response {
+    ok(&json!({ "object": "list", "data": [model_json(api.backend.model())] }))
+}
+
+async fn model(State(api): State<Arc<Api>>, Path(id): Path<String>) -> Response {
+    let m = api.backend.model();
+    if id == m.name { ok(&model_json(m)) } else { model_not_found(&id, m).into_response() }
+}
+
+async fn live() -> Response {
+    ok(&json!({ "status": "ok" }))
+}
+
+async fn ready(State(api): State<Arc<Api>>) -> Response {
+    let (status, word) = match *api.phase().borrow() {
+        Phase::Ready => (StatusCode::OK, "ok"),
+        Phase::Starting => (StatusCode::SERVICE_UNAVAILABLE, "starting"),
+        Phase::Draining => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+    };
+    let mut response = ok(&json!({ "status": word, "model": api.backend.model().name }));
+    *response.status_mut() = status;
+    response
+}
+
+async fn metrics(State(api): State<Arc<Api>>) -> Response {
+    let mut response = Response::new(Body::from(api.metrics.encode()));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8"));
+    response
+}
+
+async fn stats(State(api): State<Arc<Api>>) -> Response {
+    let (m, s) = (api.backend.model(), api.backend.stats());
+    ok(&json!({
+        "model": m.name,
+        "blake3": m.blake3,
+        "epoch": m.epoch,
+        "device": m.device,
+        "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
+        "phase": match *api.phase().borrow() {
+            Phase::Ready => "ready",
+            Phase::Starting => "starting",
+            Phase::Draining => "draining",
+        },
+        "uptime_s": now().saturating_sub(m.created),
+        "ready_ms": m.ready_ms,
+        "limits": { "context": m.context, "max_batch": m.max_batch, "max_queue": m.max_queue },
+        "http": { "connections": api.metrics.connections.get(), "in_flight": api.metrics.in_flight.get() },
+        "engine": {
+            "running": s.running,
+            "queued": s.queued,
+            "paused": s.paused,
+            "sequences": s.requests,
+            "finished": s.finished,
+            "failed": s.failed,
+            "refused": s.refused,
+            "stalled": s.stalled,
+            "cancelled": { "queued": s.reaped, "prefill": s.cancelled_prefill, "decode": s.cancelled_decode },
+            "prefill_tokens": s.prefill_tokens,
+            "decode_tokens": s.decode_tokens,
+            "cached_tokens": s.cached_tokens,
+            "prefix_hits": s.prefix_hits,
+            "bank_bytes": s.bank_bytes,
+            "idle_banks": s.idle_banks,
+            "steps": s.steps,
+            "step_seconds": s.step_seconds,
+            "decode_tokens_per_second": s.decode_tokens_per_second,
+        },
+    }))
+}
+
+async fn not_found(method: Method, uri: Uri) -> Response {
+    let path: String = uri.path().chars().take(128).collect();
+    ApiError::new(
+        StatusCode::NOT_FOUND,
+        ErrorType::InvalidRequest,
+        "unknown_url",
+        format!("unknown request URL: {method} {path}"),
+    )
+    .into_response()
+}
+
+async fn method_not_allowed(method: Method, uri: Uri) -> Response {
+    let allow = if uri.path().ends_with("/completions") { "POST" } else { "GET, HEAD" };
+    let mut e = ApiError::new(
+        StatusCode::METHOD_NOT_ALLOWED,
+        ErrorType::InvalidRequest,
+        "method_not_allowed",
+        format!("{method} is not allowed for {}; use {allow}", uri.path()),
+    );
+    e.allow = Some(allow);
+    e.into_response()
+}
+
+fn ok(value: &Value) -> Response {
+    let mut response = Response::new(Body::from(value.to_string()));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}

@@ -1,0 +1,188 @@
+//! Bytes on the socket: framing, limits, deadlines, ids.
+
+use super::*;
+
+const SMALL: &str = r#"{"messages":[{"role":"user","content":"hi"}]}"#;
+
+fn head(extra: &str) -> String {
+    format!("POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{extra}\r\n")
+}
+
+fn chunked(body: &str, size: usize) -> Vec<u8> {
+    let mut out = head("transfer-encoding: chunked\r\n").into_bytes();
+    for chunk in body.as_bytes().chunks(size) {
+        out.extend(format!("{:x}\r\n", chunk.len()).bytes());
+        out.extend_from_slice(chunk);
+        out.extend(b"\r\n");
+    }
+    out.extend(b"0\r\n\r\n");
+    out
+}
+
+#[tokio::test]
+async fn a10_chunked_bodies_are_read_whole() {
+    let server = Server::plain().await;
+    for size in [1, 7, 1000] {
+        let answer = server.raw(&chunked(SMALL, size)).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+    }
+    // Extensions and trailers are legal and mean nothing here.
+    let framed = format!(
+        "{}{:x};a=b\r\n{SMALL}\r\n0\r\nX-Trailer: y\r\n\r\n",
+        head("transfer-encoding: chunked\r\n"),
+        SMALL.len()
+    );
+    assert_eq!(server.raw(framed.as_bytes()).await.status, 200);
+    // Bytes arrive one by one.
+    let mut stream = server.connect().await;
+    for byte in chunked(SMALL, 5) {
+        stream.write_all(&[byte]).await.unwrap();
+    }
+    assert_eq!(read_answer(&mut stream).await.status, 200);
+}
+
+#[tokio::test]
+async fn a10_bad_framing_is_400_with_a_code_and_an_id() {
+    let server = Server::plain().await;
+    let cases: Vec<(String, &str)> = vec![
+        (format!("{}zz\r\n{SMALL}", head("transfer-encoding: chunked\r\n")), "bad_framing"),
+        (format!("{}3\r\nabcd\r\n0\r\n\r\n", head("transfer-encoding: chunked\r\n")), "bad_framing"),
+        (format!("{}{SMALL}", head("content-length: 45\r\ntransfer-encoding: chunked\r\n")), "bad_framing"),
+        (format!("{}{SMALL}", head("Transfer-Encoding: chunked\r\nContent-Length: 45\r\n")), "bad_framing"),
+        (format!("{}{SMALL}", head("content-length: 45\r\ncontent-length: 46\r\n")), "malformed_request"),
+        (head("content-length: -1\r\n"), "malformed_request"),
+        (head("content-length: 1e3\r\n"), "malformed_request"),
+        (head("transfer-encoding: gzip\r\n"), "malformed_request"),
+        ("GET / HTTP/1.1\r\nbad header\r\n\r\n".into(), "malformed_request"),
+        ("\x16\x03\x01\x02\x00\x01\x00\x01\r\n\r\n".into(), "malformed_request"),
+        ("GET /v1/models HTTP/9.9\r\n\r\n".into(), "malformed_request"),
+    ];
+    for (request, code) in cases {
+        let answer = server.raw(request.as_bytes()).await;
+        assert_eq!((answer.status, &*answer.code()), (400, code), "{request:?}");
+        assert!(answer.header("x-request-id").is_some(), "{request:?}: {}", answer.head);
+    }
+    let answer =
+        server.raw(format!("GET / HTTP/1.1\r\nhost: x\r\na: {}\r\n\r\n", "x".repeat(1 << 20)).as_bytes()).await;
+    assert_eq!((answer.status, &*answer.code()), (431, "headers_too_large"));
+    let answer = server.raw(format!("GET /{} HTTP/1.1\r\nhost: x\r\n\r\n", "x".repeat(100_000)).as_bytes()).await;
+    assert_eq!((answer.status, &*answer.code()), (414, "uri_too_long"));
+    assert_eq!(server.chat("").await.status, 200);
+}
+
+#[tokio::test]
+async fn a10_keep_alive_and_pipelining_work() {
+    let server = Server::plain().await;
+    let mut stream = server.connect().await;
+    for _ in 0..3 {
+        stream.write_all(&post("/v1/chat/completions", SMALL)).await.unwrap();
+        assert_eq!(read_answer(&mut stream).await.status, 200);
+    }
+    stream
+        .write_all(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\nGET /health/ready HTTP/1.1\r\nhost: x\r\n\r\n")
+        .await
+        .unwrap();
+    let mut both = Vec::new();
+    while both.windows(8).filter(|w| w == b"HTTP/1.1").count() < 2 || !both.ends_with(b"}") {
+        assert_ne!(stream.read_buf(&mut both).await.unwrap(), 0);
+    }
+    let http10 = server.raw(b"GET /health HTTP/1.0\r\n\r\n").await;
+    assert_eq!(http10.status, 200);
+}
+
+#[tokio::test]
+async fn s4_oversized_bodies_are_413_whether_announced_or_not() {
+    let config = ApiConfig { max_body: 1000, ..ApiConfig::default() };
+    let server = Server::start(Script::default(), config).await;
+    let answer = server.raw(head("content-length: 1001\r\n").as_bytes()).await;
+    assert_eq!((answer.status, &*answer.code()), (413, "body_too_large"));
+    let big = format!(r#"{{"messages":[{{"role":"user","content":"{}"}}]}}"#, "x".repeat(5000));
+    let answer = server.raw(&chunked(&big, 512)).await;
+    assert_eq!((answer.status, &*answer.code()), (413, "body_too_large"));
+    // A client that writes everything before it reads still gets the answer.
+    let answer = server.post("/v1/chat/completions", &"x".repeat(8 << 20)).await;
+    assert_eq!((answer.status, &*answer.code()), (413, "body_too_large"));
+    assert_eq!(ApiConfig::default().max_body, 64 << 20);
+}
+
+#[tokio::test]
+async fn s4_large_bodies_share_a_budget() {
+    let config = ApiConfig { max_body: 1 << 20, max_body_total: 1 << 20, ..ApiConfig::default() };
+    let server = Server::start(Script::default(), config).await;
+    let mut slow = server.connect().await;
+    slow.write_all(head("content-length: 1000000\r\n").as_bytes()).await.unwrap();
+    slow.write_all(&vec![b' '; 900_000]).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let answer = server.post("/v1/chat/completions", &" ".repeat(500_000)).await;
+    assert_eq!((answer.status, &*answer.code()), (503, "overloaded"));
+    assert_eq!(server.chat("").await.status, 200);
+    drop(slow);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let answer = server.post("/v1/chat/completions", &" ".repeat(500_000)).await;
+    assert_eq!((answer.status, &*answer.code()), (400, "invalid_json"));
+}
+
+#[tokio::test]
+async fn a16_a_slow_head_has_a_deadline() {
+    let config = ApiConfig { header_timeout: Duration::from_millis(200), ..ApiConfig::default() };
+    let server = Server::start(Script::default(), config).await;
+    let mut stream = server.connect().await;
+    stream.write_all(b"POST /v1/chat/completions HTTP/1.1\r\nhost").await.unwrap();
+    let answer = read_answer(&mut stream).await;
+    assert_eq!((answer.status, &*answer.code()), (408, "header_timeout"));
+    assert!(answer.header("x-request-id").is_some());
+    // A connection that never says anything ends too.
+    let mut silent = server.connect().await;
+    let answer = read_answer(&mut silent).await;
+    assert_eq!(answer.status, 408);
+}
+
+#[tokio::test]
+async fn a16_a_slow_body_has_a_deadline() {
+    let config = ApiConfig { body_idle_timeout: Duration::from_millis(200), ..ApiConfig::default() };
+    let server = Server::start(Script::default(), config).await;
+    let mut stream = server.connect().await;
+    stream.write_all(head("content-length: 100\r\n").as_bytes()).await.unwrap();
+    stream.write_all(b"{").await.unwrap();
+    let answer = read_answer(&mut stream).await;
+    assert_eq!((answer.status, &*answer.code()), (408, "body_timeout"));
+
+    let config = ApiConfig { body_timeout: Duration::from_millis(300), ..ApiConfig::default() };
+    let server = Server::start(Script::default(), config).await;
+    let (mut from, mut to) = server.connect().await.into_split();
+    let drip = tokio::spawn(async move {
+        to.write_all(head("content-length: 1000\r\n").as_bytes()).await.unwrap();
+        while to.write_all(b" ").await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    });
+    let mut got = vec![0; 12];
+    tokio::time::timeout(Duration::from_secs(5), from.read_exact(&mut got)).await.unwrap().unwrap();
+    assert_eq!(got, b"HTTP/1.1 408");
+    drip.abort();
+}
+
+#[tokio::test]
+async fn a16_a_client_that_reads_nothing_is_dropped() {
+    let script = Script { says: "x".repeat(200_000), ..Script::default() };
+    let config = ApiConfig { stall_timeout: Duration::from_millis(300), ..ApiConfig::default() };
+    let server = Server::start(script, config).await;
+    let mut stream = server.connect().await;
+    let body = r#"{"messages":[{"role":"user","content":"hi"}],"stream":true,"logprobs":true,"top_logprobs":20}"#;
+    stream.write_all(&post("/v1/chat/completions", body)).await.unwrap();
+    // Never read: kernel buffers fill, then the server gives up and the sequence is cancelled.
+    until("cancelled", || server.script.seen().cancelled == ["decode"]).await;
+}
+
+#[tokio::test]
+async fn a16_every_response_has_a_request_id() {
+    let server = Server::plain().await;
+    for path in ["/health", "/nope", "/v1/models", "/metrics", "/v1/chat/completions"] {
+        let answer = server.get(path).await;
+        assert!(answer.header("x-request-id").is_some_and(|id| id.starts_with("req_")), "{path}: {}", answer.head);
+    }
+    let echoed = server.raw(b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: my-id.1\r\n\r\n").await;
+    assert_eq!(echoed.header("x-request-id"), Some("my-id.1"));
+    let insane = server.raw(b"GET /health HTTP/1.1\r\nhost: x\r\nx-request-id: a b\"c\r\n\r\n").await;
+    assert!(insane.header("x-request-id").is_some_and(|id| id.starts_with("req_")));
+}
