@@ -1,0 +1,92 @@
+//! The `ds4` command where no server is needed.
+
+use ds4_tests::{Sandbox, starter_model};
+
+fn text(output: &std::process::Output) -> (String, String) {
+    (String::from_utf8_lossy(&output.stdout).into_owned(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn commands_without_a_server_say_so_with_exit_code_3() {
+    let sandbox = Sandbox::new();
+    for args in [&["ctl", "status"][..], &["ctl", "models"], &["ctl", "stop"], &["run", "-p", "hi"], &["chat"]] {
+        let output = sandbox.run("ds4", args);
+        let (_, errors) = text(&output);
+        assert_eq!(output.status.code(), Some(3), "{args:?}: {errors}");
+        assert!(errors.contains(sandbox.dir().to_str().unwrap()), "{args:?}: {errors}");
+    }
+    let output = sandbox.run("ds4", &["run", "-p", "hi", "--url", "http://127.0.0.1:1"]);
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output).1);
+}
+
+#[test]
+fn bad_usage_exits_with_2() {
+    let sandbox = Sandbox::new();
+    for args in [
+        &["run"][..],
+        &["run", "-p", ""],
+        &["run", "-p", "x", "--top-p", "1.5"],
+        &["run", "-p", "x", "--url", "https://x"],
+        &["pull", "no-such-model"],
+        &["ctl", "nonsense"],
+        &["serve", "--ctx", "many"],
+    ] {
+        assert_eq!(sandbox.run("ds4", args).status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn help_completions_and_manual_come_from_one_table() {
+    let sandbox = Sandbox::new();
+    let (help, _) = text(&sandbox.run("ds4", &["serve", "--help"]));
+    let (bash, _) = text(&sandbox.run("ds4", &["completions", "bash"]));
+    let out = sandbox.dir().join("man");
+    assert!(sandbox.run("ds4", &["man", "--out", out.to_str().unwrap()]).status.success());
+    let manual = std::fs::read_to_string(out.join("ds4-serve.1")).unwrap();
+    for flag in ["--model", "--http", "--ctx", "--start-attempts"] {
+        assert!(help.contains(flag) && bash.contains(flag), "{flag}");
+        assert!(manual.contains(&flag.replace('-', "\\-")), "{flag}: {manual}");
+    }
+    let (manual, _) = text(&sandbox.run("ds4", &["man"]));
+    assert!(manual.starts_with(".ie") || manual.contains(".TH ds4 1"), "{manual}");
+}
+
+#[test]
+fn pull_adopts_only_the_right_content_and_knows_what_it_has() {
+    let sandbox = Sandbox::new();
+    let dir = sandbox.dir().join("models");
+    let wrong = sandbox.file("wrong.gguf", "GGUF");
+    let args = |from: &std::path::Path| {
+        ["pull", "--dir", dir.to_str().unwrap(), "--from", from.to_str().unwrap()].map(String::from)
+    };
+    let run = |args: [String; 5]| sandbox.run("ds4", &args.each_ref().map(String::as_str));
+    let output = run(args(&wrong));
+    assert_eq!(output.status.code(), Some(4), "{}", text(&output).1);
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0, "nothing half-done is left");
+
+    let output = run(args(&starter_model()));
+    let (path, errors) = text(&output);
+    assert!(output.status.success(), "{errors}");
+    assert_eq!(std::fs::metadata(path.trim()).unwrap().len(), std::fs::metadata(starter_model()).unwrap().len());
+    assert!(text(&run(args(&wrong))).1.contains("Already there"), "a right file needs no source");
+
+    // A damaged file is not taken for the model.
+    std::fs::File::options().write(true).open(path.trim()).unwrap().set_len(1000).unwrap();
+    assert!(run(args(&starter_model())).status.success());
+    assert_eq!(std::fs::metadata(path.trim()).unwrap().len(), std::fs::metadata(starter_model()).unwrap().len());
+}
+
+#[test]
+fn config_shows_all_three_sections_with_their_sources() {
+    let sandbox = Sandbox::new();
+    let file = sandbox.file("ds4.toml", "[worker]\nctx = 777\n");
+    let args = ["config", "--config", file.to_str().unwrap(), "--threads", "3"];
+    let output = sandbox.run("ds4", &args);
+    let (shown, errors) = text(&output);
+    assert!(output.status.success(), "{errors}");
+    assert!(shown.contains("[serve]") && shown.contains("[owner]") && shown.contains("[worker]"), "{shown}");
+    let line = |key: &str| shown.lines().find(|l| l.starts_with(key)).unwrap_or_else(|| panic!("no {key} in {shown}"));
+    assert!(line("ctx = 777").contains("# file "), "{shown}");
+    assert!(line("threads = 3").contains("# flag"), "{shown}");
+    assert!(line("start-attempts = 5").contains("# default"), "{shown}");
+}
