@@ -7,6 +7,7 @@ pub mod memory;
 pub mod seqpacket;
 pub mod shared;
 pub mod stats;
+pub mod wait;
 
 pub use mapping::Mapping;
 pub use shared::SharedBytes;

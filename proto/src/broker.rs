@@ -110,7 +110,7 @@ pub enum Message {
     },
     /// Owner to worker: finish and close within `deadline_s`.
     Drain {
-        /// Seconds until SIGTERM.
+        /// Seconds until SIGTERM; 0: none comes, a newer epoch is there and this one goes when its last lease ends.
         deadline_s: u32,
         /// Why, in a sentence.
         reason: String,

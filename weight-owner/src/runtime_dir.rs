@@ -1,0 +1,223 @@
+//! The runtime directory: one owner per directory, its sockets and their permissions.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Seek, Write};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use ds4_os::seqpacket::{Listener, check_path};
+use ds4_settings::{BROKER_SOCKET, OWNER_SOCKET};
+use nix::fcntl::{Flock, FlockArg};
+
+use crate::Failure;
+
+const LOCK: &str = "owner.lock";
+
+/// Holds the directory's lock and removes the sockets when dropped.
+pub struct RuntimeDir {
+    path: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl RuntimeDir {
+    /// Creates `path` when it is missing (mode 0755: the sockets have modes of their own) and takes its lock.
+    ///
+    /// # Errors
+    /// Not a directory, not writable, a socket path too long, or another owner is alive there.
+    pub fn claim(path: &Path) -> Result<Self, Failure> {
+        let bad = |what: &str, e: &dyn std::fmt::Display| {
+            Failure::usage("runtime_dir", format!("{what} {}: {e}; choose another --runtime-dir", path.display()))
+        };
+        for socket in [BROKER_SOCKET, OWNER_SOCKET] {
+            check_path(&path.join(socket)).map_err(|e| bad("unusable runtime directory", &e))?;
+        }
+        match fs::DirBuilder::new().recursive(true).mode(0o755).create(path) {
+            Ok(()) => {}
+            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(bad("the runtime directory is a file", &"not a directory"));
+            }
+            Err(e) => return Err(bad("cannot create the runtime directory", &e)),
+        }
+        let lock = path.join(LOCK);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&lock)
+            .map_err(|e| bad("cannot write to the runtime directory", &e))?;
+        let mut lock = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => lock,
+            Err((mut file, nix::Error::EWOULDBLOCK)) => {
+                let mut pid = String::new();
+                let _ = file.read_to_string(&mut pid);
+                let pid = if pid.trim().is_empty() { "unknown" } else { pid.trim() };
+                let text = format!(
+                    "another owner (pid {pid}) is listening on {}; stop it or choose another --runtime-dir",
+                    path.join(BROKER_SOCKET).display()
+                );
+                return Err(Failure::usage("owner_running", text));
+            }
+            Err((_, e)) => return Err(bad("cannot lock the runtime directory", &e)),
+        };
+        let pid = format!("{}\n", std::process::id());
+        let written =
+            lock.rewind().and_then(|()| lock.write_all(pid.as_bytes())).and_then(|()| lock.set_len(pid.len() as u64));
+        // A full disk shows here, before anything else is done.
+        written.map_err(|e| bad("cannot write to the runtime directory", &e))?;
+        Ok(Self { path: path.to_owned(), _lock: lock })
+    }
+
+    /// Binds the broker's socket. `open` lets every user connect, for the peer check to judge them; else only ours may.
+    ///
+    /// # Errors
+    /// Something that is no socket is in the way, or the kernel refuses.
+    pub fn broker(&self, open: bool) -> Result<Listener, Failure> {
+        let path = self.path.join(BROKER_SOCKET);
+        self.clear(&path)?;
+        let listener = private(|| Listener::bind(&path)).map_err(|e| bind_failure(&path, &e))?;
+        set_mode(&path, if open { 0o666 } else { 0o600 })?;
+        Ok(listener)
+    }
+
+    /// Binds the control socket, for our user only.
+    ///
+    /// # Errors
+    /// Something that is no socket is in the way, or the kernel refuses.
+    pub fn control(&self) -> Result<UnixListener, Failure> {
+        let path = self.path.join(OWNER_SOCKET);
+        self.clear(&path)?;
+        let listener = private(|| UnixListener::bind(&path)).map_err(|e| bind_failure(&path, &e))?;
+        set_mode(&path, 0o600)?;
+        listener.set_nonblocking(true).map_err(|e| bind_failure(&path, &e))?;
+        Ok(listener)
+    }
+
+    /// Removes the socket of an owner that died; we hold the lock, so no live owner has it.
+    fn clear(&self, path: &Path) -> Result<(), Failure> {
+        match fs::symlink_metadata(path) {
+            Ok(meta) if meta.file_type().is_socket() => {
+                tracing::info!(path = %path.display(), "replacing the socket of a dead owner");
+                fs::remove_file(path).map_err(|e| bind_failure(path, &e))
+            }
+            Ok(_) => {
+                let text = format!(
+                    "{} is in the way and no socket; remove it or choose another --runtime-dir",
+                    path.display()
+                );
+                Err(Failure::usage("runtime_dir", text))
+            }
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(e) => Err(bind_failure(path, &e)),
+        }
+    }
+}
+
+impl Drop for RuntimeDir {
+    fn drop(&mut self) {
+        // The lock file stays: removing it would race with an owner that has just opened it.
+        for socket in [BROKER_SOCKET, OWNER_SOCKET] {
+            let path = self.path.join(socket);
+            if fs::symlink_metadata(&path).is_ok_and(|m| m.file_type().is_socket()) {
+                let _ = fs::remove_file(path);
+            }
+        }
+    }
+}
+
+/// Runs `bind` so that the socket file is never more open than 0600.
+fn private<T, E>(bind: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    use nix::sys::stat::{Mode, umask};
+    let before = umask(Mode::from_bits_truncate(0o177));
+    let result = bind();
+    umask(before);
+    result
+}
+
+fn set_mode(path: &Path, mode: u32) -> Result<(), Failure> {
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(|e| bind_failure(path, &e))
+}
+
+fn bind_failure(path: &Path, e: &dyn std::fmt::Display) -> Failure {
+    Failure::usage("runtime_dir", format!("cannot listen on {}: {e}; choose another --runtime-dir", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ds4_os::seqpacket::Connection;
+
+    fn code(result: Result<impl Sized, Failure>) -> (String, String, u8) {
+        let failure = result.err().unwrap();
+        (failure.code, failure.message, failure.exit)
+    }
+
+    #[test]
+    fn sockets_are_private_or_open_as_asked_and_go_with_the_owner() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a/b");
+        let claimed = RuntimeDir::claim(&path).unwrap();
+        let mode = |name: &str| fs::metadata(path.join(name)).unwrap().permissions().mode() & 0o777;
+        let broker = claimed.broker(false).unwrap();
+        assert_eq!(mode(BROKER_SOCKET), 0o600);
+        drop(broker);
+        // The socket file of the first is stale now.
+        let _broker = claimed.broker(true).unwrap();
+        assert_eq!(mode(BROKER_SOCKET), 0o666);
+        let _control = claimed.control().unwrap();
+        assert_eq!(mode(OWNER_SOCKET), 0o600);
+        assert!(Connection::connect(&path.join(BROKER_SOCKET)).is_ok());
+        drop(claimed);
+        assert!(!path.join(BROKER_SOCKET).exists() && !path.join(OWNER_SOCKET).exists());
+    }
+
+    #[test]
+    fn a_live_owner_is_named_and_a_dead_one_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = RuntimeDir::claim(dir.path()).unwrap();
+        let (code_, text, exit) = code(RuntimeDir::claim(dir.path()));
+        assert_eq!((code_.as_str(), exit), ("owner_running", 2));
+        assert!(text.contains(&format!("another owner (pid {})", std::process::id())), "{text}");
+        drop(first);
+        assert!(RuntimeDir::claim(dir.path()).is_ok());
+    }
+
+    #[test]
+    fn l8_impossible_directories_are_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        fs::write(&file, "x").unwrap();
+        for bad in [file.clone(), file.join("below"), PathBuf::from("/proc/ds4")] {
+            let (code, text, exit) = code(RuntimeDir::claim(&bad));
+            assert_eq!((code.as_str(), exit), ("runtime_dir", 2));
+            assert!(text.contains(bad.to_str().unwrap()) && text.contains("--runtime-dir"), "{text}");
+        }
+        let long = dir.path().join("x".repeat(100));
+        let (_, text, _) = code(RuntimeDir::claim(&long));
+        assert!(text.contains("107 are allowed"), "{text}");
+        assert!(!long.exists());
+    }
+
+    #[test]
+    fn a_foreign_file_in_the_way_is_not_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(BROKER_SOCKET);
+        fs::write(&path, "precious").unwrap();
+        let claimed = RuntimeDir::claim(dir.path()).unwrap();
+        let (_, text, _) = code(claimed.broker(false));
+        assert!(text.contains("no socket"), "{text}");
+        drop(claimed);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+    }
+
+    /// Every write to /dev/full fails with ENOSPC, as on a full file system.
+    #[test]
+    fn a_full_directory_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink("/dev/full", dir.path().join(LOCK)).unwrap();
+        let (code, text, exit) = code(RuntimeDir::claim(dir.path()));
+        assert_eq!((code.as_str(), exit), ("runtime_dir", 2));
+        assert!(text.contains("No space left"), "{text}");
+    }
+}
