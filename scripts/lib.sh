@@ -37,6 +37,9 @@ apt_install() {
     as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
+# The version of a package that apt would install.
+candidate() { apt-cache policy "$1" | sed -n 's/^ *Candidate: //p'; }
+
 # True when the cargo that would run here is new enough.
 rust_ok() {
     local minor
@@ -66,7 +69,7 @@ need_rust() {
         as_root apt-get update -qq || die "apt-get update failed"
         apt_updated=yes
         # Debian backports current Rust as rustc-web; Ubuntu has versioned packages and rustup.
-        if apt-cache policy cargo-web | grep -Eq 'Candidate: 1\.(9[5-9]|[1-9][0-9]{2})'; then
+        if candidate cargo-web | grep -Eq '^1\.(9[5-9]|[1-9][0-9]{2})\.'; then
             apt_install cargo-web rustc-web
             apt_install rustfmt-web rust-web-clippy || say "no rustfmt or clippy from apt; their checks will be left out"
             hash -r
@@ -82,7 +85,7 @@ need_rust() {
             hash -r
             rust_ok && return
         done
-        if ! command -v rustup >/dev/null && apt-cache policy rustup | grep -Eq 'Candidate: [0-9]'; then
+        if ! command -v rustup >/dev/null && candidate rustup | grep -q '^[0-9]'; then
             apt_install rustup
             rustup toolchain install 1.95.0 --profile minimal -c rustfmt -c clippy >&2 || true
             hash -r
