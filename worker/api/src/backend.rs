@@ -27,9 +27,6 @@ pub struct ModelInfo {
     pub context_train: usize,
     /// Vocabulary size: token ids are below it.
     pub vocab: usize,
-    /// Most bytes of text that one token can stand for; 0 when unknown. With it an absurdly long prompt is refused
-    /// without being tokenised.
-    pub max_token_bytes: usize,
     /// Device description.
     pub device: String,
     /// Sequences that run at the same time.
@@ -62,9 +59,12 @@ pub enum PromptError {
     /// The model has no chat template.
     #[error("this model has no chat template; use /v1/completions")]
     NoTemplate,
-    /// The tokenizer failed.
-    #[error("the prompt cannot be tokenised: {0}")]
-    Tokenizer(String),
+    /// So long that it was not tokenised to its end.
+    #[error("the prompt has at least {at_least} tokens")]
+    TooLong {
+        /// Tokens counted before giving up; beyond the context.
+        at_least: usize,
+    },
 }
 
 /// Events of one submitted request. Dropping the stream cancels the request.
@@ -89,13 +89,13 @@ pub trait Backend: Send + Sync + 'static {
     /// beginning-of-sequence token is added where its tokenizer says so.
     ///
     /// # Errors
-    /// The tokenizer's failure.
+    /// [`PromptError::TooLong`].
     fn tokenize(&self, text: &str) -> Result<Vec<u32>, PromptError>;
 
     /// Tokens of a conversation, ending where the assistant's turn begins. Text inside messages never becomes a special token.
     ///
     /// # Errors
-    /// The template's or the tokenizer's failure.
+    /// The template's refusal, or [`PromptError::TooLong`].
     fn render(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, PromptError>;
 
     /// Bytes that a token stands for; empty for an unknown id.

@@ -6,7 +6,7 @@ use serde::Deserialize;
 
 use crate::backend::{Backend, ChatMessage};
 use crate::error::ApiError;
-use crate::job::{Job, check_text_size, check_tokens};
+use crate::job::{Job, check_tokens, prompt_error};
 use crate::json::{self, Fields, wrong_type};
 use crate::params::{Common, check_model};
 
@@ -43,8 +43,7 @@ pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Resul
     let logprobs = logprobs(&mut fields)?;
     let messages = messages(&mut fields)?;
     fields.finish()?;
-    check_text_size(messages.iter().map(|m| m.content.len()).sum(), backend)?;
-    let tokens = backend.render(&messages)?;
+    let tokens = backend.render(&messages).map_err(|e| prompt_error(e, backend))?;
     check_tokens(&tokens, backend)?;
     Ok(Job { common, prompts: vec![tokens], logprobs, echo: None })
 }
@@ -287,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn too_long_text_is_refused_without_tokenising() {
+    fn too_long_text_is_refused_without_tokenising_all_of_it() {
         let body = format!(r#"{{"messages":[{{"role":"user","content":"{}"}}]}}"#, "x".repeat(4_000_000));
         let e = try_parse(&body).unwrap_err();
         assert_eq!(e.code, "context_length_exceeded");

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::chat::response_format;
 use crate::error::ApiError;
-use crate::job::{Job, MAX_SEQUENCES, check_text_size, check_tokens};
+use crate::job::{Job, MAX_SEQUENCES, check_tokens, prompt_error};
 use crate::json::Fields;
 use crate::params::{Common, Prompt, check_model, prompts};
 
@@ -50,8 +50,7 @@ pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Resul
                 if text.is_empty() {
                     return Err(ApiError::field("empty_prompt", "prompt", "the prompt is empty"));
                 }
-                check_text_size(text.len(), backend)?;
-                backend.tokenize(text)?
+                backend.tokenize(text).map_err(|e| prompt_error(e, backend))?
             }
             Prompt::Tokens(tokens) => tokens.clone(),
         };

@@ -58,22 +58,6 @@ impl Job {
     }
 }
 
-/// Refuses, before any tokenising, text that cannot fit however well it compresses.
-///
-/// # Errors
-/// `context_length_exceeded`.
-pub fn check_text_size(bytes: usize, backend: &Arc<dyn Backend>) -> Result<(), ApiError> {
-    let model = backend.model();
-    if model.max_token_bytes == 0 {
-        return Ok(());
-    }
-    let at_least = bytes / model.max_token_bytes;
-    if at_least >= model.context {
-        return Err(ApiError::context_exceeded(at_least, model.context, true));
-    }
-    Ok(())
-}
-
 /// Refuses prompts that are empty, too long or hold ids outside the vocabulary.
 ///
 /// # Errors
@@ -93,13 +77,12 @@ pub fn check_tokens(tokens: &[u32], backend: &Arc<dyn Backend>) -> Result<(), Ap
     Ok(())
 }
 
-impl From<PromptError> for ApiError {
-    fn from(e: PromptError) -> Self {
-        let message = e.to_string();
-        match e {
-            PromptError::Template(_) => Self::field("invalid_messages", "messages", message),
-            PromptError::NoTemplate => Self::field("no_chat_template", "messages", message),
-            PromptError::Tokenizer(_) => Self::field("invalid_prompt", "prompt", message),
-        }
+/// The client error of a prompt that could not become tokens.
+pub fn prompt_error(e: PromptError, backend: &Arc<dyn Backend>) -> ApiError {
+    let message = e.to_string();
+    match e {
+        PromptError::Template(_) => ApiError::field("invalid_messages", "messages", message),
+        PromptError::NoTemplate => ApiError::field("no_chat_template", "messages", message),
+        PromptError::TooLong { at_least } => ApiError::context_exceeded(at_least, backend.model().context, true),
     }
 }

@@ -14,7 +14,7 @@ use hyper::header::{CONNECTION, HeaderValue, TRANSFER_ENCODING};
 use hyper::{Request, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 use tower::ServiceExt;
 
 use crate::conn::{Conn, ConnIo};
@@ -26,6 +26,9 @@ pub const REQUEST_ID: &str = "x-request-id";
 
 /// How long a closing connection may go on sending before it is reset.
 const LINGER: Duration = Duration::from_secs(2);
+
+/// Time for the head of a request that comes while draining.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How long an exchange may go on after the client closed its sending side. A FIN is how clients leave, so nothing long
 /// survives it.
@@ -61,7 +64,7 @@ impl RequestId {
 pub async fn serve(api: Arc<Api>, listener: TcpListener, inherited: bool) -> io::Result<()> {
     let router = crate::routes::router(Arc::clone(&api));
     let slots = Arc::new(Semaphore::new(api.config.max_connections.min(Semaphore::MAX_PERMITS)));
-    let all = u32::try_from(api.config.max_connections).unwrap_or(u32::MAX);
+    let open = Arc::new(watch::Sender::new(0usize));
     let mut phase = api.phase();
     loop {
         let draining = *phase.borrow_and_update() == Phase::Draining;
@@ -77,14 +80,18 @@ pub async fn serve(api: Arc<Api>, listener: TcpListener, inherited: bool) -> io:
             if !draining {
                 return std::future::pending::<()>().await;
             }
-            let _ = slots.acquire_many(all).await;
+            let _ = open.subscribe().wait_for(|n| *n == 0).await.map(drop);
         };
         tokio::select! {
             (accepted, slot) = accept => match accepted {
                 Ok((stream, _)) => {
                     let task = connection(Arc::clone(&api), router.clone(), stream);
+                    open.send_modify(|n| *n += 1);
+                    let open = Arc::clone(&open);
                     tokio::spawn(async move {
-                        task.await;
+                        // Caught, so that a panic cannot leave the count too high and the drain without an end.
+                        let _ = std::panic::AssertUnwindSafe(task).catch_unwind().await;
+                        open.send_modify(|n| *n -= 1);
                         drop(slot);
                     });
                 }
@@ -115,16 +122,19 @@ async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) {
             async move { Ok::<_, Infallible>(exchange(&conn, &api, router, request).await) }
         })
     };
+    let mut phase = api.phase();
+    // One that comes while draining is told so, once; it must not hold the drain up for long either.
+    let mut draining = *phase.borrow() == Phase::Draining;
+    let header_timeout =
+        if draining { api.config.header_timeout.min(DRAIN_PATIENCE) } else { api.config.header_timeout };
     let io = TokioIo::new(ConnIo::new(Arc::clone(&conn), api.config.stall_timeout));
     let http = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(api.config.header_timeout)
+        .header_read_timeout(header_timeout)
         // Left to itself hyper drops an exchange at a FIN, before even a short answer; `Conn::peer_left` decides instead.
         .half_close(true)
         .serve_connection(io, service);
     tokio::pin!(http);
-    let mut phase = api.phase();
-    let mut draining = false;
     let result = loop {
         tokio::select! {
             result = http.as_mut() => break result,
@@ -149,7 +159,7 @@ async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) {
             StatusCode::REQUEST_TIMEOUT,
             ErrorType::InvalidRequest,
             "header_timeout",
-            format!("no complete request head came within {} s", api.config.header_timeout.as_secs_f64()),
+            format!("no complete request head came within {} s", header_timeout.as_secs_f64()),
         )),
         (Err(e), None) => {
             tracing::debug!("connection ended: {e}");

@@ -167,7 +167,9 @@ async fn a16_a_client_that_reads_nothing_is_dropped() {
     let script = Script { says: "x".repeat(200_000), ..Script::default() };
     let config = ApiConfig { stall_timeout: Duration::from_millis(300), ..ApiConfig::default() };
     let server = Server::start(script, config).await;
-    let mut stream = server.connect().await;
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.set_recv_buffer_size(4096).unwrap();
+    let mut stream = socket.connect(server.addr).await.unwrap();
     let body = r#"{"messages":[{"role":"user","content":"hi"}],"stream":true,"logprobs":true,"top_logprobs":20}"#;
     stream.write_all(&post("/v1/chat/completions", body)).await.unwrap();
     // Never read: kernel buffers fill, then the server gives up and the sequence is cancelled.
