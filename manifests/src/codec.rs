@@ -201,87 +201,7 @@ pub fn validate(manifest: &WeightManifest) -> Result<(), ManifestError> {
     Ok(())
 }
 
-/// The identity of a model's content: BLAKE3 over the following, every number little-endian, every string a u64 length
-/// and its bytes.
-///
-/// 1. `ds4 content v1` and a zero byte;
-/// 2. u64 number of chunks; per chunk u64 length and the 32 bytes of its BLAKE3 (padding included: [`crate::plan_layout`]);
-/// 3. u64 number of tensors; per tensor its name, u32 type id, u32 number of dimensions, the dimensions as u64,
-///    u32 chunk, u64 offset, u64 length;
-/// 4. u64 number of metadata entries; per entry its key, a tag byte and the value: 0 u64; 1 i64; 2 f64 bits; 3 bool as a
-///    byte; 4 a string; 5 strings: u64 count, the end offsets as u32, then all bytes; 6 integers: u64 count, i64 each;
-///    7 floats: u64 count, f32 bits each; 8 booleans: u64 count, a byte each.
-///
-/// Whether the file was split makes no difference: `split.*` keys are not part of a model's metadata.
-pub fn content_hash(chunks: &[Chunk], tensors: &[TensorEntry], metadata: &Metadata) -> [u8; 32] {
-    let mut h = blake3::Hasher::new();
-    h.update(b"ds4 content v1\0");
-    h.update(&len_u64(chunks.len()).to_le_bytes());
-    for c in chunks {
-        h.update(&c.len.to_le_bytes());
-        h.update(&c.blake3);
-    }
-    h.update(&len_u64(tensors.len()).to_le_bytes());
-    for t in tensors {
-        hash_bytes(&mut h, t.name.as_bytes());
-        h.update(&t.ty.id().to_le_bytes());
-        h.update(&u32::try_from(t.shape.len()).unwrap_or(u32::MAX).to_le_bytes());
-        for dim in &t.shape {
-            h.update(&dim.to_le_bytes());
-        }
-        h.update(&t.chunk.to_le_bytes());
-        h.update(&t.offset.to_le_bytes());
-        h.update(&t.len.to_le_bytes());
-    }
-    h.update(&len_u64(metadata.entries.len()).to_le_bytes());
-    for (key, value) in &metadata.entries {
-        hash_bytes(&mut h, key.as_bytes());
-        hash_value(&mut h, value);
-    }
-    *h.finalize().as_bytes()
-}
-
-fn hash_bytes(h: &mut blake3::Hasher, bytes: &[u8]) {
-    h.update(&len_u64(bytes.len()).to_le_bytes());
-    h.update(bytes);
-}
-
-fn hash_value(h: &mut blake3::Hasher, value: &Value) {
-    let counted = |h: &mut blake3::Hasher, tag: u8, count: usize, blob: &[u8]| {
-        h.update(&[tag]);
-        h.update(&len_u64(count).to_le_bytes());
-        h.update(blob);
-    };
-    match value {
-        Value::U64(v) => h.update(&[0]).update(&v.to_le_bytes()),
-        Value::I64(v) => h.update(&[1]).update(&v.to_le_bytes()),
-        Value::F64(v) => h.update(&[2]).update(&v.to_le_bytes()),
-        Value::Bool(v) => h.update(&[3, u8::from(*v)]),
-        Value::String(v) => {
-            h.update(&[4]);
-            hash_bytes(h, v.as_bytes());
-            h
-        }
-        Value::Strings(v) => {
-            counted(h, 5, v.len(), &le_blob(&v.ends, u32::to_le_bytes));
-            h.update(&v.bytes)
-        }
-        Value::Ints(v) => {
-            counted(h, 6, v.len(), &le_blob(v, i64::to_le_bytes));
-            h
-        }
-        Value::Floats(v) => {
-            counted(h, 7, v.len(), &le_blob(v, f32::to_le_bytes));
-            h
-        }
-        Value::Bools(v) => {
-            counted(h, 8, v.len(), &le_blob(v, |b| [u8::from(b)]));
-            h
-        }
-    };
-}
-
-fn le_blob<T: Copy, const N: usize>(values: &[T], to_bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+pub(crate) fn le_blob<T: Copy, const N: usize>(values: &[T], to_bytes: impl Fn(T) -> [u8; N]) -> Vec<u8> {
     let mut out = Vec::with_capacity(values.len() * N);
     values.iter().for_each(|v| out.extend_from_slice(&to_bytes(*v)));
     out
@@ -295,7 +215,7 @@ fn from_blob<T, const N: usize>(blob: &[u8], from_bytes: impl Fn([u8; N]) -> T) 
     Ok(elements.iter().map(|e| from_bytes(*e)).collect())
 }
 
-fn len_u64(len: usize) -> u64 {
+pub(crate) fn len_u64(len: usize) -> u64 {
     u64::try_from(len).unwrap_or(u64::MAX)
 }
 
@@ -496,3 +416,6 @@ impl WireValue<'_> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

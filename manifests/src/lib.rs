@@ -2,6 +2,7 @@
 
 pub mod catalog;
 pub mod codec;
+pub mod content;
 pub mod dtype;
 pub mod gguf;
 pub mod layout;
@@ -9,7 +10,8 @@ pub mod metadata;
 pub mod weights;
 
 pub use catalog::{Catalog, CatalogError};
-pub use codec::{ManifestError, content_hash, decode, encode};
+pub use codec::{ManifestError, decode, encode};
+pub use content::{content_hash, hash_files};
 pub use dtype::GgmlType;
 pub use gguf::{GgufError, GgufModel, GgufWriter, TensorInfo};
 pub use layout::{Layout, plan_layout};

@@ -14,7 +14,7 @@ pub struct ModelIdentity {
     pub artifact: String,
     /// Name under which the API serves it.
     pub name: String,
-    /// BLAKE3 over the chunk hashes, the tensor table and the metadata: see [`crate::codec::content_hash`].
+    /// BLAKE3 over the chunk hashes, the tensor table and the metadata: see [`crate::content_hash`].
     pub content: [u8; 32],
     /// True when the catalog entry lists `content` among its known hashes.
     pub known: bool,

@@ -36,3 +36,6 @@ pub struct TensorInfo {
     /// Length in bytes; `offset + len` is at most the file's length.
     pub len: u64,
 }
+
+#[cfg(test)]
+mod tests;
