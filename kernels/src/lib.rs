@@ -1,5 +1,6 @@
 //! Arithmetic: quant block formats, the op set and its implementations.
 
+pub mod bench;
 pub mod conformance;
 pub mod cpu;
 pub mod device;

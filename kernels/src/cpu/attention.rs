@@ -63,13 +63,13 @@ impl HeadRows {
     /// # Safety
     /// Row `t` must be readable and `d < dim`.
     #[inline(always)]
-    unsafe fn load<L: Lanes>(&self, t: usize, d: usize) -> L {
+    unsafe fn load<L: Lanes, const F16: bool>(&self, t: usize, d: usize) -> L {
         let at = t * self.stride + self.offset + d;
         let n = N.min(self.dim - d);
         // SAFETY: elements `at..at + n` are inside row `t`, which the caller vouches for; rows are aligned to their type.
         unsafe {
-            match self.ty {
-                StateType::F16 => {
+            match F16 {
+                true => {
                     let p = self.base.cast::<u16>().add(at);
                     if n == N {
                         return L::load_f16(&*p.cast::<[u16; N]>());
@@ -78,7 +78,7 @@ impl HeadRows {
                     x[..n].copy_from_slice(std::slice::from_raw_parts(p, n));
                     L::load_f16(&x)
                 }
-                StateType::F32 => {
+                false => {
                     let p = self.base.cast::<f32>().add(at);
                     if n == N {
                         return L::load(&*p.cast::<[f32; N]>());
@@ -198,6 +198,20 @@ fn chunk_impl<L: Lanes>(
     score: &mut [[f32; N]],
     part: &mut [[f32; N]],
 ) {
+    match u.keys.ty {
+        StateType::F16 => chunk_of::<L, true>(u, chunk, tile, score, part),
+        StateType::F32 => chunk_of::<L, false>(u, chunk, tile, score, part),
+    }
+}
+
+#[inline(always)]
+fn chunk_of<L: Lanes, const F16: bool>(
+    u: &Unit<'_>,
+    chunk: usize,
+    tile: &mut [[f32; N]],
+    score: &mut [[f32; N]],
+    part: &mut [[f32; N]],
+) {
     let dim = u.keys.dim;
     let dv = dim.div_ceil(N);
     let stride = dv + 1;
@@ -215,11 +229,11 @@ fn chunk_impl<L: Lanes>(
         let keys = TILE.min(end - t0);
         for tv in 0..TV {
             for d in (0..dim).step_by(N) {
-                let mut m: [L; N] = std::array::from_fn(|i| {
-                    let t = tv * N + i;
-                    // SAFETY: the bank has every row below the tile's last position (checked when the step was made).
-                    if t < keys { unsafe { u.keys.load(t0 + t, d) } } else { L::splat(0.0) }
-                });
+                let mut m = [L::splat(0.0); N];
+                // SAFETY: the bank has every row below the tile's last position (checked when the step was made).
+                for (i, m) in m.iter_mut().enumerate().take(keys.saturating_sub(tv * N)) {
+                    *m = unsafe { u.keys.load::<L, F16>(t0 + tv * N + i, d) };
+                }
                 L::transpose(&mut m);
                 for (j, v) in m.iter().enumerate().take(dim - d) {
                     v.store(&mut tile[(d + j) * TV + tv]);
@@ -272,7 +286,7 @@ fn chunk_impl<L: Lanes>(
         for t in 0..keys {
             for (d, v) in tile[t * dv..(t + 1) * dv].iter_mut().enumerate() {
                 // SAFETY: as for the keys.
-                unsafe { u.values.load::<L>(t0 + t, d * N) }.store(v);
+                unsafe { u.values.load::<L, F16>(t0 + t, d * N) }.store(v);
             }
         }
         let vt = &tile[..keys * dv];

@@ -23,6 +23,10 @@ pub(crate) trait Lanes: Copy {
     fn load(src: &[f32; N]) -> Self;
     /// Stores 16 floats.
     fn store(self, dst: &mut [f32; N]);
+    /// 64 bytes as the bits of 16 floats. They may only be moved and transposed.
+    fn load_bytes(src: &[u8; 4 * N]) -> Self;
+    /// 32 bytes, less `offset`, as 16-bit integers: the bits of 16 floats, as above.
+    fn widen_bytes(src: &[u8; 2 * N], offset: i16) -> Self;
     /// Loads 16 half floats.
     fn load_f16(src: &[u16; N]) -> Self;
     /// Stores 16 half floats, rounded to nearest even.
@@ -101,6 +105,20 @@ impl Lanes for Portable {
         *dst = self.0;
     }
     #[inline(always)]
+    fn load_bytes(src: &[u8; 4 * N]) -> Self {
+        Self(std::array::from_fn(|i| {
+            f32::from_bits(u32::from_le_bytes([src[4 * i], src[4 * i + 1], src[4 * i + 2], src[4 * i + 3]]))
+        }))
+    }
+    #[inline(always)]
+    fn widen_bytes(src: &[u8; 2 * N], offset: i16) -> Self {
+        Self(std::array::from_fn(|i| {
+            let low = (i16::from(src[2 * i]) - offset).cast_unsigned();
+            let high = (i16::from(src[2 * i + 1]) - offset).cast_unsigned();
+            f32::from_bits(u32::from(low) | (u32::from(high) << 16))
+        }))
+    }
+    #[inline(always)]
     fn load_f16(src: &[u16; N]) -> Self {
         Self(src.map(|h| half::f16::from_bits(h).to_f32()))
     }
@@ -161,7 +179,7 @@ pub(crate) use x86::{Avx2, Avx512};
 mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{Lanes, N, Portable};
+    use super::{Lanes, N};
 
     /// One 512-bit register.
     #[derive(Clone, Copy)]
@@ -182,6 +200,17 @@ mod x86 {
         #[inline(always)]
         fn store(self, dst: &mut [f32; N]) {
             unsafe { _mm512_storeu_ps(dst.as_mut_ptr(), self.0) }
+        }
+        #[inline(always)]
+        fn load_bytes(src: &[u8; 4 * N]) -> Self {
+            unsafe { Self(_mm512_castsi512_ps(_mm512_loadu_si512(src.as_ptr().cast()))) }
+        }
+        #[inline(always)]
+        fn widen_bytes(src: &[u8; 2 * N], offset: i16) -> Self {
+            unsafe {
+                let wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(src.as_ptr().cast()));
+                Self(_mm512_castsi512_ps(_mm512_sub_epi16(wide, _mm512_set1_epi16(offset))))
+            }
         }
         #[inline(always)]
         fn load_f16(src: &[u16; N]) -> Self {
@@ -286,6 +315,20 @@ mod x86 {
             }
         }
         #[inline(always)]
+        fn load_bytes(src: &[u8; 4 * N]) -> Self {
+            unsafe { Self(_mm256_loadu_ps(src.as_ptr().cast()), _mm256_loadu_ps(src.as_ptr().add(32).cast())) }
+        }
+        #[inline(always)]
+        fn widen_bytes(src: &[u8; 2 * N], offset: i16) -> Self {
+            unsafe {
+                let half = |at: usize| {
+                    let wide = _mm256_cvtepu8_epi16(_mm_loadu_si128(src.as_ptr().add(at).cast()));
+                    _mm256_castsi256_ps(_mm256_sub_epi16(wide, _mm256_set1_epi16(offset)))
+                };
+                Self(half(0), half(16))
+            }
+        }
+        #[inline(always)]
         fn load_f16(src: &[u16; N]) -> Self {
             unsafe {
                 Self(
@@ -351,18 +394,77 @@ mod x86 {
         }
         #[inline(always)]
         fn transpose(m: &mut [Self; N]) {
-            // Through memory: used once per key tile, where AVX2 has no cheap 16x16 shuffle.
-            let mut rows = [Portable::splat(0.0); N];
-            for (r, v) in rows.iter_mut().zip(m.iter()) {
-                let mut x = [0.0; N];
-                v.store(&mut x);
-                *r = Portable::load(&x);
+            unsafe {
+                // Four blocks of 8x8, the two off the diagonal changing places.
+                let low: [__m256; 8] = transpose8(std::array::from_fn(|i| m[i].0));
+                let right: [__m256; 8] = transpose8(std::array::from_fn(|i| m[i].1));
+                let below: [__m256; 8] = transpose8(std::array::from_fn(|i| m[8 + i].0));
+                let last: [__m256; 8] = transpose8(std::array::from_fn(|i| m[8 + i].1));
+                for i in 0..8 {
+                    m[i] = Self(low[i], below[i]);
+                    m[8 + i] = Self(right[i], last[i]);
+                }
             }
-            Portable::transpose(&mut rows);
-            for (r, v) in rows.iter().zip(m.iter_mut()) {
-                let mut x = [0.0; N];
-                r.store(&mut x);
-                *v = Self::load(&x);
+        }
+    }
+
+    /// Transposes an 8x8 block.
+    ///
+    /// # Safety
+    /// The CPU must have AVX2.
+    #[allow(clippy::undocumented_unsafe_blocks, reason = "register operations only; the caller vouches for AVX2")]
+    #[inline(always)]
+    unsafe fn transpose8(m: [__m256; 8]) -> [__m256; 8] {
+        unsafe {
+            let mut t = [_mm256_setzero_ps(); 8];
+            for i in 0..4 {
+                t[2 * i] = _mm256_unpacklo_ps(m[2 * i], m[2 * i + 1]);
+                t[2 * i + 1] = _mm256_unpackhi_ps(m[2 * i], m[2 * i + 1]);
+            }
+            let mut u = [_mm256_setzero_ps(); 8];
+            for i in 0..2 {
+                let (a, b) = (t[4 * i], t[4 * i + 2]);
+                let (c, d) = (t[4 * i + 1], t[4 * i + 3]);
+                u[4 * i] = _mm256_shuffle_ps::<0x44>(a, b);
+                u[4 * i + 1] = _mm256_shuffle_ps::<0xee>(a, b);
+                u[4 * i + 2] = _mm256_shuffle_ps::<0x44>(c, d);
+                u[4 * i + 3] = _mm256_shuffle_ps::<0xee>(c, d);
+            }
+            for i in 0..4 {
+                t[i] = _mm256_permute2f128_ps::<0x20>(u[i], u[4 + i]);
+                t[4 + i] = _mm256_permute2f128_ps::<0x31>(u[i], u[4 + i]);
+            }
+            t
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::isa::{Isa, multiversion};
+
+    #[inline(always)]
+    fn transpose_impl<L: Lanes>(x: &mut [[f32; N]; N]) {
+        let mut m: [L; N] = std::array::from_fn(|i| L::load(&x[i]));
+        L::transpose(&mut m);
+        for (m, x) in m.iter().zip(x) {
+            m.store(x);
+        }
+    }
+    multiversion! { fn transpose = transpose_impl(x: &mut [[f32; N]; N]); }
+
+    #[test]
+    fn transpose_moves_every_bit_pattern() {
+        // Some of these are NaNs: panels carry the bits of integers.
+        let bits = |i: usize, j: usize| 0xffff_0000 | ((i as u32) << 8) | j as u32;
+        for isa in Isa::available() {
+            let mut x: [[f32; N]; N] = std::array::from_fn(|i| std::array::from_fn(|j| f32::from_bits(bits(i, j))));
+            transpose(isa, &mut x);
+            for (i, row) in x.iter().enumerate() {
+                for (j, v) in row.iter().enumerate() {
+                    assert_eq!(v.to_bits(), bits(j, i), "{} at {i},{j}", isa.name());
+                }
             }
         }
     }

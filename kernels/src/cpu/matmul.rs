@@ -8,16 +8,24 @@
 
 use std::cell::RefCell;
 
-use crate::cpu::float;
+use ds4_manifests::GgmlType;
+
 use crate::cpu::lanes::N;
+use crate::cpu::panel::Panel;
+use crate::cpu::q16::{self, Activations};
 use crate::cpu::raw::RawRows;
 use crate::cpu::{CpuBuffer, CpuDevice, CpuWeight};
+use crate::cpu::{dot, float};
 
 /// Activation rows per item: their quantised form stays in the L2 cache while panels pass by.
 const ROW_BLOCK: usize = 128;
 
+/// Rows below which quantising them in parallel is not worth a dispatch.
+const PARALLEL_ROWS: usize = 8;
+
 #[derive(Default)]
 struct Scratch {
+    panel: Panel,
     rowwise: Vec<f32>,
     tile: Vec<[f32; N]>,
     out: Vec<[f32; N]>,
@@ -45,6 +53,11 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
         ends.push(panels);
         targets.push((*w, RawRows::new(out.data_mut(), w.rows)));
     }
+    let mut activations = device.activations.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    if targets.iter().any(|(w, _)| !is_float(w.ty)) {
+        quantize(device, x, &mut activations);
+    }
+    let activations = &*activations;
     let blocks = rows.div_ceil(ROW_BLOCK);
     let items = panels * blocks;
     let grain = (panels / (device.pool.threads() * 8)).clamp(1, 16);
@@ -62,19 +75,57 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
                 for (i, r) in weight_rows.iter_mut().enumerate().take(outputs) {
                     *r = &bytes[(first + i) * w.row_bytes..(first + i + 1) * w.row_bytes];
                 }
-                let tile_len = w.cols.next_multiple_of(N);
-                if s.tile.len() < tile_len {
-                    s.tile.resize(tile_len, [0.0; N]);
-                }
                 s.out.resize(ROW_BLOCK, [0.0; N]);
-                float::decode(device.isa, w.ty, &weight_rows[..outputs], w.cols, &mut s.rowwise, &mut s.tile);
                 let result = &mut s.out[..r1 - r0];
-                float::product(device.isa, &x.data()[r0 * w.cols..r1 * w.cols], w.cols, &s.tile, result);
+                if is_float(w.ty) {
+                    let tile_len = w.cols.next_multiple_of(N);
+                    if s.tile.len() < tile_len {
+                        s.tile.resize(tile_len, [0.0; N]);
+                    }
+                    float::decode(device.isa, w.ty, &weight_rows[..outputs], w.cols, &mut s.rowwise, &mut s.tile);
+                    float::product(device.isa, &x.data()[r0 * w.cols..r1 * w.cols], w.cols, &s.tile, result);
+                } else {
+                    s.panel.unpack(device.isa, w.ty, &weight_rows[..outputs], w.cols);
+                    let at = r0 * activations.blocks;
+                    dot::product(device.isa, &s.panel, &activations.quants[at..], &activations.meta[at..], result);
+                }
                 for (r, o) in (r0..r1).zip(result) {
                     // SAFETY: this item alone has these rows of this panel.
                     unsafe { out.part(r, first, outputs) }.copy_from_slice(&o[..outputs]);
                 }
             }
         });
+    });
+}
+
+/// Types that are multiplied as f32.
+fn is_float(ty: GgmlType) -> bool {
+    ty.block_elems() == 1
+}
+
+/// Quantises all rows of `x`.
+fn quantize(device: &CpuDevice, x: &CpuBuffer, to: &mut Activations) {
+    to.resize(x.rows(), x.width());
+    let blocks = to.blocks;
+    let mut rows: Vec<_> = to
+        .quants
+        .chunks_exact_mut(blocks)
+        .zip(to.meta.chunks_exact_mut(blocks))
+        .take(x.rows())
+        .map(std::sync::Mutex::new)
+        .collect();
+    let one = |r: usize, row: &mut (&mut [q16::Quants], &mut [q16::Meta])| {
+        q16::quantize(device.isa, x.row(r), row.0, row.1);
+    };
+    if rows.len() < PARALLEL_ROWS {
+        for (r, row) in rows.iter_mut().enumerate() {
+            one(r, row.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner));
+        }
+        return;
+    }
+    device.pool.run(rows.len(), 4, &|range| {
+        for r in range {
+            one(r, &mut rows[r].lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        }
     });
 }

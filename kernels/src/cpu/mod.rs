@@ -24,6 +24,8 @@ pub mod pool;
 pub(crate) mod q16;
 pub(crate) mod raw;
 pub(crate) mod sparse;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod unpack_avx512;
 
 #[allow(unsafe_code, reason = "state rows are raw bank memory")]
 mod state_rows;
@@ -428,6 +430,7 @@ impl Device for CpuDevice {
         assert!(q.width == p.heads * p.head_dim && out.width == q.width, "attention shape");
         assert!(p.kv_heads > 0 && p.heads.is_multiple_of(p.kv_heads), "kv_heads divides heads");
         for b in &step.banks {
+            assert_eq!(b.slot(p.k_slot).ty, b.slot(p.v_slot).ty, "keys and values of one storage type");
             for slot in [p.k_slot, p.v_slot] {
                 assert_eq!(b.slot(slot).width, p.kv_heads * p.head_dim, "state rows of another width");
             }
