@@ -149,7 +149,8 @@ impl ChatTemplate {
 
     /// Renders conversations that every chat model must take, and some that a template may refuse but not choke on.
     fn try_out(&self) -> Result<(), TextError> {
-        const PROBE: &str = "ds4 probe 7351";
+        // Digits, which no case filter of a template changes.
+        const PROBE: &str = "735190446812";
         let first = ChatInput::of(vec![ChatMessage::new("user", PROBE)]);
         let text = match self.render(&first) {
             Ok(prompt) => prompt.text(),
@@ -198,7 +199,7 @@ impl ChatTemplate {
 
     /// True when the template walks lists of content parts itself.
     fn probe_parts(&self) -> bool {
-        const PROBE: &str = "ds4 probe 9127";
+        const PROBE: &str = "912780335164";
         let parts = ChatContent::Parts(vec![json!({"type": "text", "text": PROBE})]);
         let mut message = ChatMessage::new("user", "");
         message.content = parts;

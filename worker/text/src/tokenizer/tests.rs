@@ -224,7 +224,7 @@ fn damaged_and_unknown_tokenizers_are_refused_by_name() {
         ("tokenizer.ggml.merges", strings(&[b"ab"]), "merge 0"),
         ("tokenizer.ggml.merges", strings(&[b"a zz"]), "zz"),
         ("tokenizer.ggml.merges", strings(&[b"a \xff"]), "merge 0"),
-        ("tokenizer.ggml.tokens", strings(&[b"\xff"; 260]), "token 0"),
+        ("tokenizer.ggml.tokens", strings(&[&b"\xff"[..]; 260]), "token 0"),
         ("tokenizer.ggml.eos_token_id", Value::U64(260), "outside the vocabulary"),
     ] {
         let e = with(key, value).to_string();
