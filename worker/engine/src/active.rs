@@ -20,15 +20,16 @@ pub(crate) enum Phase {
     Decode(u32),
 }
 
-/// What became of a request after a token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What became of a request after a token. The scheduler sends the terminal event once its own books are in order, so that
+/// a client that has heard the end finds it counted.
+#[derive(Debug)]
 pub(crate) enum Outcome {
     /// It goes on.
     Continues,
-    /// `Done` was sent.
-    Finished,
-    /// `Failed` was sent; its bank must not be reused.
-    Broken,
+    /// It is over, with this `Done`.
+    Finished(Event),
+    /// It is over, with this `Failed`; its bank must not be reused.
+    Broken(Event),
 }
 
 /// A request that holds a bank.
@@ -75,12 +76,12 @@ impl Active {
         }
     }
 
-    /// Draws the next token from a logits row and tells the client.
+    /// Draws the next token from a logits row and sends it to the client.
     pub fn take_logits(&mut self, row: &mut [f32], vocab: &dyn Vocabulary, scratch: &mut Scratch) -> Outcome {
         sanitise(row);
         let Some(token) = self.sampler.sample(row, scratch) else {
-            self.fail(EngineError::Internal("the model gave no finite logit for this sequence".into()));
-            return Outcome::Broken;
+            let why = "the model gave no finite logit for this sequence".into();
+            return Outcome::Broken(Event::Failed(EngineError::Internal(why)));
         };
         let now = Instant::now();
         if self.generated == 0 {
@@ -110,8 +111,7 @@ impl Active {
         self.timings.completion_tokens = self.generated;
         self.timings.decode = now.saturating_duration_since(self.first_token);
         let text = self.output.finish();
-        self.events.send(Event::Done { text, reason, timings: std::mem::take(&mut self.timings) });
-        Outcome::Finished
+        Outcome::Finished(Event::Done { text, reason, timings: std::mem::take(&mut self.timings) })
     }
 
     /// Ends the request with an error.

@@ -3,6 +3,8 @@
 //! A freed bank keeps its rows and the tokens they belong to. A later prompt that starts with the same tokens is given that
 //! bank, trimmed to the common prefix: by the device's row invariance the result is the same as computing them anew.
 
+use std::cmp::Reverse;
+
 use ds4_kernels::{Device, DeviceError, StateSpec};
 
 /// Common prefixes shorter than this do not decide between banks that all hold something.
@@ -83,9 +85,10 @@ impl<D: Device> BankTable<D> {
     fn choose(&self, prompt: &[u32]) -> Option<usize> {
         let free = || self.slots.iter().enumerate().filter(|(_, s)| !s.busy);
         let longest = free()
-            .map(|(i, s)| (reusable(&s.history, prompt, self.truncatable), i))
-            .max_by_key(|&(n, i)| (n, std::cmp::Reverse(i)))?;
-        let (prefix, bank) = longest;
+            .map(|(i, s)| (reusable(&s.history, prompt, self.truncatable), Reverse(s.released), Reverse(i)))
+            .max()?;
+        // Of equal prefixes, the oldest bank's: conversations that share a system prompt must not evict the newest one.
+        let (prefix, _, Reverse(bank)) = longest;
         if prefix > 0 && prefix * 2 >= self.slots[bank].history.len() {
             return Some(bank);
         }
@@ -226,6 +229,20 @@ mod tests {
         other.push(777);
         assert_eq!(serve(&mut t, &device, &other), Admission { bank: 1, cached: 0 });
         assert_eq!(serve(&mut t, &device, &long), Admission { bank: 0, cached: 99 });
+    }
+
+    #[test]
+    fn of_equal_prefixes_the_oldest_bank_is_overwritten() {
+        let device = MockDevice::default();
+        let mut t = table(&device, 3, 1000);
+        let conversation = |n: u32| -> Vec<u32> { (0..20).chain((0..60).map(|i| 1000 * n + i)).collect() };
+        for n in 1..=3 {
+            assert_eq!(serve(&mut t, &device, &conversation(n)).cached, 0);
+        }
+        // Bank 0's conversation goes on, so bank 1 is the oldest when a new one arrives.
+        assert_eq!(serve(&mut t, &device, &conversation(1)), Admission { bank: 0, cached: 79 });
+        assert_eq!(serve(&mut t, &device, &conversation(4)), Admission { bank: 1, cached: 20 });
+        assert_eq!(serve(&mut t, &device, &conversation(3)), Admission { bank: 2, cached: 79 });
     }
 
     #[test]

@@ -163,8 +163,8 @@ impl<D: Device> Scheduler<D> {
         self.queue.retain(|s| !s.events.is_closed());
         let reaped = before - self.queue.len();
         if reaped > 0 {
-            self.shared.stats.queued.fetch_sub(reaped, Relaxed);
             add(&self.shared.stats.reaped, reaped);
+            self.shared.stats.queued.fetch_sub(reaped, Relaxed);
         }
     }
 
@@ -215,12 +215,14 @@ impl<D: Device> Scheduler<D> {
         while let Some(next) = self.queue.front() {
             let Some(got) = self.engine.banks.admit(&self.engine.device, &next.request.prompt) else { break };
             let Some(submission) = self.queue.pop_front() else { break };
-            stats.release_queue_slot();
             if got.cached > 0 {
                 add(&stats.prefix_hits, 1);
                 add(&stats.cached_tokens, got.cached);
             }
             self.active.push(Active::admit(submission, got.bank, got.cached, Instant::now()));
+            // In this order a request is always counted somewhere: an engine that looks idle is idle.
+            stats.running.store(self.active.len(), Relaxed);
+            stats.release_queue_slot();
         }
     }
 
@@ -267,14 +269,9 @@ impl<D: Device> Scheduler<D> {
     }
 
     /// Ends requests that memory was refused to, and plans again without them.
-    fn fail_unplaced(&mut self, mut unplaced: Vec<(usize, DeviceError)>) {
-        unplaced.sort_by_key(|(i, _)| std::cmp::Reverse(*i));
-        for (i, error) in unplaced {
-            let a = self.active.remove(i);
-            a.fail(EngineError::OutOfMemory(error.to_string()));
-            add(&self.shared.stats.failed, 1);
-            self.engine.banks.release(&self.engine.device, a.bank, false);
-        }
+    fn fail_unplaced(&mut self, unplaced: Vec<(usize, DeviceError)>) {
+        let failed = |(i, e): (usize, DeviceError)| (i, Event::Failed(EngineError::OutOfMemory(e.to_string())), false);
+        self.end(unplaced.into_iter().map(failed).collect());
         self.build_plan();
     }
 
@@ -292,38 +289,51 @@ impl<D: Device> Scheduler<D> {
                 prefilled += span.rows;
             }
         }
-        let mut decoded = 0;
+        let decoded = self.plan.wanted.len();
+        add(&self.shared.stats.prefill_tokens, prefilled);
+        add(&self.shared.stats.decode_tokens, decoded);
         let mut ended = Vec::new();
         for entry in &self.entries {
             let Some(logits) = entry.logits else { continue };
             self.engine.device.read(self.engine.model.logits(), logits, &mut self.row);
             let a = &mut self.active[entry.active];
-            decoded += 1;
             match a.take_logits(&mut self.row, &*self.engine.vocab, &mut self.scratch) {
                 Outcome::Continues => {}
-                outcome => ended.push((entry.active, outcome)),
+                Outcome::Finished(event) => ended.push((entry.active, event, true)),
+                Outcome::Broken(event) => ended.push((entry.active, event, false)),
             }
         }
-        ended.sort_by_key(|(i, _)| std::cmp::Reverse(*i));
+        self.record_step(started.elapsed(), decoded as u64);
+        self.end(ended);
+        Ok(())
+    }
+
+    /// Ends requests, given by index with their terminal event and whether their rows may be reused.
+    fn end(&mut self, mut ended: Vec<(usize, Event, bool)>) {
+        ended.sort_by_key(|(i, ..)| std::cmp::Reverse(*i));
         let stats = &self.shared.stats;
-        for (i, outcome) in ended {
+        let mut last_words = Vec::with_capacity(ended.len());
+        for (i, event, keep) in ended {
             let a = self.active.remove(i);
-            let finished = outcome == Outcome::Finished;
-            add(if finished { &stats.finished } else { &stats.failed }, 1);
-            self.engine.banks.release(&self.engine.device, a.bank, finished);
+            add(if keep { &stats.finished } else { &stats.failed }, 1);
+            self.engine.banks.release(&self.engine.device, a.bank, keep);
+            last_words.push((a.events, event));
         }
         self.engine.banks.rebalance(&self.engine.device);
-        add(&stats.prefill_tokens, prefilled);
-        add(&stats.decode_tokens, decoded);
-        let took = started.elapsed();
-        stats.record_step(took);
-        self.window.0 += decoded as u64;
+        self.publish();
+        for (events, event) in last_words {
+            events.send(event);
+        }
+    }
+
+    fn record_step(&mut self, took: Duration, decoded: u64) {
+        self.shared.stats.record_step(took);
+        self.window.0 += decoded;
         self.window.1 += took;
         if self.window.1 >= RATE_WINDOW {
-            stats.record_rate(self.window.0, self.window.1);
+            self.shared.stats.record_rate(self.window.0, self.window.1);
             self.window = (0, Duration::ZERO);
         }
-        Ok(())
     }
 
     fn publish(&self) {

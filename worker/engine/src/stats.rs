@@ -116,9 +116,11 @@ impl StatsCells {
         for (to, from) in step_buckets.iter_mut().zip(&self.step_buckets) {
             *to = from.load(Relaxed);
         }
+        // Before `running`: a request moves from the queue to a bank, and must not be missed on the way.
+        let queued = self.queued.load(Relaxed);
         EngineStats {
             running: self.running.load(Relaxed),
-            queued: self.queued.load(Relaxed),
+            queued,
             paused: self.paused.load(Relaxed),
             requests: self.requests.load(Relaxed),
             finished: self.finished.load(Relaxed),
