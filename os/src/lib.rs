@@ -1,6 +1,7 @@
 //! The one room for operating-system work that needs `unsafe`: mappings, memfds, descriptor passing, and what the
 //! machine says about memory and this process.
 
+pub mod activation;
 pub mod mapping;
 pub mod memfd;
 pub mod memory;

@@ -1,0 +1,192 @@
+//! From nothing to a probed, running engine: attach → map → bind → build → probe.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ds4_attach::{Attached, Weights};
+use ds4_engine::{Engine, EngineHandle, ProbeError};
+use ds4_kernels::{CpuDevice, StateSpec};
+use ds4_settings::BROKER_SOCKET;
+use ds4_text::{ChatTemplate, Specials, TextError, Tokenizer};
+
+use crate::config::Options;
+use crate::failure::Failure;
+
+/// What the self-test reads. Ordinary words: they must give ordinary words back.
+const PROBE_TEXT: &str = "The capital of France is";
+
+/// A worker's inside, ready to serve.
+pub struct Booted {
+    pub attached: Attached,
+    pub engine: EngineHandle,
+    pub tokenizer: Arc<Tokenizer>,
+    pub template: Option<ChatTemplate>,
+    pub context_train: usize,
+    pub device: String,
+    pub phases: Phases,
+}
+
+/// How long each phase of a start took.
+#[derive(Debug, Default)]
+pub struct Phases(Vec<(&'static str, Duration)>);
+
+impl Phases {
+    /// Adds the time since `since`, and starts the next phase.
+    pub fn lap(&mut self, name: &'static str, since: &mut Instant) {
+        let now = Instant::now();
+        self.0.push((name, now - *since));
+        *since = now;
+    }
+}
+
+impl std::fmt::Display for Phases {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (i, (name, took)) in self.0.iter().enumerate() {
+            let gap = if i == 0 { "" } else { ", " };
+            write!(f, "{gap}{name} {:.1} ms", took.as_secs_f64() * 1e3)?;
+        }
+        Ok(())
+    }
+}
+
+/// The text side of a model.
+type Text = (Arc<Tokenizer>, Option<ChatTemplate>);
+
+/// Brings an engine up.
+///
+/// # Errors
+/// The first thing that is wrong, with its exit code.
+pub fn boot(options: &Options) -> Result<Booted, Failure> {
+    let mut phases = Phases::default();
+    let mut since = Instant::now();
+    let attached = ds4_attach::attach(&ds4_attach::Options {
+        model: options.model.clone(),
+        expected: options.expected,
+        verify: options.verify,
+        wait: options.owner_wait,
+        ..ds4_attach::Options::new(options.runtime_dir.join(BROKER_SOCKET))
+    })?;
+    phases.lap("attach", &mut since);
+    let weights = &attached.weights;
+    let (text, device, model) = std::thread::scope(|scope| {
+        // Half of a small model's start is its tokenizer; it needs nothing of the rest.
+        let text = scope.spawn(|| text(weights));
+        let device = CpuDevice::new(options.threads);
+        let model = ds4_models::build(&device, weights);
+        let text = text.join().unwrap_or_else(|_| Err(Failure::other("building the tokenizer panicked")));
+        (text, device, model)
+    });
+    let model = model?;
+    let (tokenizer, template) = text?;
+    check_vocabulary(model.shape().vocab, &tokenizer)?;
+    phases.lap("bind and tokenizer", &mut since);
+    judge_memory(model.state(), options, model.shape().context)?;
+    let context_train = model.shape().context;
+    let name = ds4_kernels::Device::describe(&device);
+    let mut engine = Engine::new(device, model, Arc::clone(&tokenizer) as _, options.engine.clone())?;
+    phases.lap("engine", &mut since);
+    let report = engine.probe(&probe_prompt(&tokenizer))?;
+    tracing::debug!(tokens = ?report.tokens, took_ms = report.took.as_secs_f64() * 1e3, "self-test passed");
+    phases.lap("probe", &mut since);
+    let engine = engine.spawn().map_err(|e| Failure::other(format!("cannot start the engine thread: {e}")))?;
+    Ok(Booted { attached, engine, tokenizer, template, context_train, device: name, phases })
+}
+
+fn text(weights: &Weights) -> Result<Text, Failure> {
+    let metadata = &weights.manifest.metadata;
+    let template = match ChatTemplate::compile(metadata) {
+        Ok(template) => Some(template),
+        Err(e @ TextError::NoChatTemplate) => {
+            tracing::warn!("chat is not available: {e}");
+            None
+        }
+        Err(e) => return Err(e.into()),
+    };
+    Ok((Arc::new(Tokenizer::from_metadata(metadata)?), template))
+}
+
+/// Token ids index logits rows, so a tokenizer larger than the model's output would be a panic in waiting.
+fn check_vocabulary(logits: usize, tokenizer: &Tokenizer) -> Result<(), Failure> {
+    if tokenizer.vocab_size() > logits {
+        return Err(Failure::from(TextError::Damaged {
+            what: format!("it has {} tokens and the model's output {logits}", tokenizer.vocab_size()),
+        }));
+    }
+    Ok(())
+}
+
+fn probe_prompt(tokenizer: &Tokenizer) -> Vec<u32> {
+    let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
+    bos.into_iter().chain(tokenizer.encode(PROBE_TEXT, Specials::Plain)).collect()
+}
+
+/// Weighs the banks' appetite against what is free, before anything is allocated: one full sequence must fit, or no
+/// long request could ever be served.
+fn judge_memory(state: &StateSpec, options: &Options, context_train: usize) -> Result<(), Failure> {
+    let context = options.engine.context.min(context_train);
+    let one = (state.bytes_per_token() as u64).saturating_mul(context as u64);
+    let all = one.saturating_mul(options.engine.max_batch as u64);
+    let Some(available) = ds4_os::memory::available() else { return Ok(()) };
+    let mib = |bytes: u64| bytes >> 20;
+    tracing::info!(
+        context,
+        bank_mib = mib(one),
+        banks = options.engine.max_batch,
+        all_banks_mib = mib(all),
+        available_mib = mib(available.bytes),
+        source = %available.source,
+        "memory plan (banks grow as they fill)"
+    );
+    verdict(one, all, available.bytes, &available.source, context)?.into_iter().for_each(|w| tracing::warn!("{w}"));
+    Ok(())
+}
+
+/// A refusal, a warning, or nothing.
+fn verdict(one: u64, all: u64, available: u64, source: &str, context: usize) -> Result<Option<String>, Failure> {
+    let mib = |bytes: u64| bytes >> 20;
+    if one > available {
+        return Err(Failure::memory(format!(
+            "one sequence of {context} tokens needs {} MiB and {} MiB are available ({source}), {} MiB too few; lower --ctx",
+            mib(one),
+            mib(available),
+            mib(one - available) + 1,
+        )));
+    }
+    Ok((all > available).then(|| {
+        format!(
+            "all banks full would take {} MiB and {} MiB are available ({source}); lower --max-batch or --ctx if long \
+             requests are to run side by side",
+            mib(all),
+            mib(available)
+        )
+    }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn m2_m8_memory_is_judged_before_it_is_taken() {
+        let mib = |n: u64| n << 20;
+        assert_eq!(verdict(mib(10), mib(100), mib(200), "MemAvailable", 8192), Ok(None));
+        let warning = verdict(mib(10), mib(100), mib(50), "MemAvailable", 8192).unwrap().unwrap();
+        assert!(warning.contains("100 MiB") && warning.contains("--max-batch"), "{warning}");
+        let failure = verdict(mib(100), mib(1000), mib(50), "MemAvailable", 8192).unwrap_err();
+        assert_eq!(failure.exit, 5);
+        for part in ["8192 tokens", "100 MiB", "50 MiB", "MemAvailable", "--ctx"] {
+            assert!(failure.message.contains(part), "{part} in {failure}");
+        }
+    }
+
+    #[test]
+    fn phases_read_as_a_line() {
+        let phases = Phases(vec![("a", Duration::from_micros(1500)), ("b", Duration::from_millis(2))]);
+        assert_eq!(phases.to_string(), "a 1.5 ms, b 2.0 ms");
+    }
+
+    #[test]
+    fn g8_a_failed_self_test_has_its_own_exit_code() {
+        assert_eq!(Failure::from(ProbeError::NotFinite { bad: 3, vocab: 10 }).exit, 6);
+    }
+}
