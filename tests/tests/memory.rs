@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ds4_tests::memory::{descriptors, smaps, status};
+use ds4_tests::memory::{self, descriptors, smaps};
 use ds4_tests::{Sandbox, http, starter_model, wait_for};
 use serde_json::json;
 
@@ -24,30 +24,24 @@ fn a_second_worker_adds_no_weight_memory_and_both_stay_small() {
     assert!(held >= weights * 95 / 100 && held <= weights * 105 / 100, "{held} of {weights}");
 
     // Nothing of the weights is the owner's own memory.
-    let own = status(owner.pid(), "RssAnon") + status(owner.pid(), "RssFile");
+    let own = memory::status(owner.pid(), "RssAnon") + memory::status(owner.pid(), "RssFile");
     assert!(own <= 20 * MIB, "the owner uses {} MiB beyond the weights", own / MIB);
 
     let first = sandbox.worker(&["--ctx", "2048"]);
     exercise(&first.http);
-    let second = sandbox.start(
-        "ds4-worker",
-        &["--http", "127.0.0.1:0", "--ctx", "2048", "--runtime-dir", {
-            let other = sandbox.dir().join("w2");
-            std::fs::create_dir(&other).unwrap();
-            for socket in ["broker.sock", "owner.sock"] {
-                std::os::unix::fs::symlink(sandbox.dir().join(socket), other.join(socket)).unwrap();
-            }
-            &other.to_str().unwrap().to_string()
-        }],
-    );
-    let mut second = second;
+    // A worker's own socket has one name, so the second one gets a directory in which the owner's appear as links.
+    let other = sandbox.dir().join("w2");
+    std::fs::create_dir(&other).unwrap();
+    for socket in ["broker.sock", "owner.sock"] {
+        std::os::unix::fs::symlink(sandbox.dir().join(socket), other.join(socket)).unwrap();
+    }
+    let other = other.to_str().unwrap();
+    let args = ["--http", "127.0.0.1:0", "--ctx", "2048", "--runtime-dir", other];
+    let mut second = sandbox.start("ds4-worker", &args);
     second.wait_ready(Duration::from_secs(30));
-    let log = wait_for("the second worker's address", Duration::from_secs(5), || {
-        let output =
-            sandbox.run("ds4", &["ctl", "--json", "status", "--runtime-dir", sandbox.dir().join("w2").to_str()?]);
-        serde_json::from_slice::<serde_json::Value>(&output.stdout).ok()
-    });
-    exercise(log["worker"]["http"].as_str().unwrap());
+    let output = sandbox.run("ds4", &["ctl", "--json", "status", "--runtime-dir", other]);
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    exercise(status["worker"]["http"].as_str().unwrap());
 
     // Proportional shares of the weights add up to one copy, held by three processes.
     let shares = smaps(first.process.pid(), "Pss_Shmem") + smaps(second.pid(), "Pss_Shmem");
