@@ -1,4 +1,4 @@
-//! Block formats of quantised tensors: exact scalar decoders, encoders of the simple types, and the int8 activation format.
+//! Block formats of quantised tensors: exact scalar decoders, and encoders of the simple types.
 //!
 //! This is the reference that faster code is held against. Decoders perform the same f32 operations in the same order as
 //! the public `gguf` Python package (0.19), so results agree with it bit for bit; `tests/fixtures/quant` holds the proof,
@@ -6,7 +6,6 @@
 //!
 //! Format source: the ggml type table and block layouts as published with the GGUF specification.
 
-pub mod activation;
 pub mod encode;
 pub mod grids;
 pub mod iq;
@@ -18,7 +17,6 @@ mod fixtures;
 
 use ds4_manifests::GgmlType;
 
-pub use activation::{Q8_BLOCK, Q8Row, dot_q8_reference, quantize_q8};
 pub use encode::{can_quantize, quantize_row};
 
 /// Every type that [`dequantize_row`] decodes.
