@@ -597,9 +597,10 @@ mod tests {
     fn a_new_epoch_drains_the_old_one_whose_memory_goes_with_its_last_lease() {
         let ledger = Arc::new(Ledger::default());
         let first = load(&ledger, "m", 1);
-        let (one, old) = ledger.lease("m", None, PEER, "w1").unwrap();
+        let (one, held_by_broker) = ledger.lease("m", None, PEER, "w1").unwrap();
         let (two, _) = ledger.lease("m", None, PEER, "w2").unwrap();
-        let old = Arc::downgrade(&old);
+        let old = Arc::downgrade(&held_by_broker);
+        drop(held_by_broker);
         let second = load(&ledger, "m", 2);
         assert_eq!(one.drain.borrow().as_ref().unwrap().0, 0);
         assert_eq!(ledger.lease("", None, PEER, "w3").unwrap().0.epoch, second);

@@ -106,9 +106,10 @@ pub fn command(dir: &Dir, args: &[&str]) -> Command {
     command
         .env("XDG_CONFIG_HOME", dir.join("no-config"))
         .env_remove("NOTIFY_SOCKET")
-        .args(["--config", "/dev/null", "--allow-dev-models", "--reserve-mib", "64"])
-        .arg("--runtime-dir")
-        .arg(dir.join("run"))
+        .env("DS4_CONFIG", "/dev/null")
+        .env("DS4_ALLOW_DEV_MODELS", "true")
+        .env("DS4_RESERVE_MIB", "64")
+        .env("DS4_RUNTIME_DIR", dir.join("run"))
         .args(args)
         .stdin(Stdio::null());
     command
@@ -251,7 +252,10 @@ impl Owner {
         let children = format!("/proc/{pid}/task/{pid}/children");
         let loader = eventually("a loader", || {
             let text = std::fs::read_to_string(&children).ok()?;
-            text.split_whitespace().next()?.parse().ok().map(Pid::from_raw)
+            let child = text.split_whitespace().next()?;
+            // Before its exec the child still runs in the owner's memory, which waits for it (vfork): leave it alone.
+            let arguments = std::fs::read(format!("/proc/{child}/cmdline")).ok()?;
+            arguments.ends_with(b"\0loader\0").then(|| child.parse().ok().map(Pid::from_raw)).flatten()
         });
         kill(loader, Signal::SIGSTOP).unwrap();
         loader
