@@ -1,7 +1,7 @@
 """Writes tests/fixtures/smollm2/: logits and greedy continuations of eight prompts on the starter model.
 
 `logits.json` has per prompt its text, token ids, 64 greedy tokens, the lead of each over the runner-up, top-64 logits at
-some positions inside the prompt and the error that int8 activations and f16 K/V cause by themselves (see
+some positions inside the prompt and the errors that int8 or int16 activations and f16 K/V cause by themselves (see
 llama_reference.py), which is what the tests' bounds are derived from. `last.f32` has the full logits of every prompt's last
 position, little-endian f32, prompts in order.
 
@@ -80,20 +80,19 @@ def text_of(candidate):
     return template.render(messages=[*messages, {"role": "user", "content": parts[-1]}], add_generation_prompt=True)
 
 
-def error_along(model, ids, tokens):
+def error_along(model, ids, tokens, want, draws):
     """Emulated errors over several draws: at the prompt's last position, anywhere, and of a lead in the continuation."""
     everything = [*ids, *tokens[:-1]]
-    want = ref.logits(model, everything)
     last, anywhere, leads = [], [], []
-    for levels in ref.DRAWS:
-        with ref.emulate_int8(model, levels):
+    for levels in draws:
+        with ref.rounding(model, levels):
             got = ref.logits(model, everything)
         for row, t in enumerate(tokens, len(ids) - 1):
             runner_up = int(want[row].topk(2).indices[1])
             leads.append(abs(float((got[row, t] - got[row, runner_up]) - (want[row, t] - want[row, runner_up]))))
         anywhere += [ref.errors(g, w) for g, w in zip(got, want)]
         last.append(anywhere[len(ids) - 1 - len(everything)])
-    return want, {
+    return {
         "last_rel": max(e["rel"] for e in last),
         "last_max_abs": max(e["max_abs"] for e in last),
         "rel_median": float(np.median([e["rel"] for e in anywhere])),
@@ -103,10 +102,10 @@ def error_along(model, ids, tokens):
     }
 
 
-def robust(model, ids, tokens):
+def robust(model, ids, tokens, draws):
     """True when rounding alone, in any draw, leaves the continuation as it is."""
-    for levels in ref.DRAWS:
-        with ref.emulate_int8(model, levels):
+    for levels in draws:
+        with ref.rounding(model, levels):
             if ref.greedy(model, ids, STEPS)[0] != tokens:
                 return False
     return True
@@ -128,7 +127,7 @@ def best_of(model, candidates, distinct):
         text, ids = texts[i], prompts[i]
         assert ids == second.encode(text)
         tokens, margins = ref.greedy(model, ids, STEPS)
-        steady = robust(model, ids, tokens)
+        steady = robust(model, ids, tokens, ref.INT8)
         print("   ", len(ids), found[i], f"{min(margins):.3f}", steady, repr(tok.decode(tokens)[:110]), flush=True)
         if steady or not first:
             first = (text, ids, tokens, margins, steady)
@@ -145,14 +144,16 @@ prompts, last = [], []
 for name, (distinct, candidates) in CANDIDATES.items():
     print(name, len(candidates), flush=True)
     text, ids, tokens, margins, steady = best_of(model, candidates, distinct)
-    want, error = error_along(model, ids, tokens)
+    want = ref.logits(model, [*ids, *tokens[:-1]])
+    error = {"int8_error": error_along(model, ids, tokens, want, ref.INT8), "int16_error": error_along(model, ids, tokens, want, ref.INT16)}
+    assert robust(model, ids, tokens, ref.INT16) and min(margins) > error["int16_error"]["lead_change_worst"], "too close to call"
     one_shot = [int(t) for t in want[len(ids) - 1:].argmax(-1)]
     assert one_shot == tokens, "the reference's cached and uncached runs differ"
     inside = sorted({len(ids) * k // 4 for k in range(4)} - {len(ids) - 1}) or [0]
     last.append(want[len(ids) - 1].numpy().astype("<f4"))
     prompts.append({
         "name": name, "text": text, "tokens": ids, "greedy": tokens, "greedy_text": tok.decode(tokens, skip_special_tokens=False),
-        "margins": [round(m, 4) for m in margins], "min_margin": round(min(margins), 4), "same_under_int8": steady, "int8_error": error,
+        "margins": [round(m, 4) for m in margins], "min_margin": round(min(margins), 4), "same_under_int8": steady, **error,
         "inside": {str(i): [[int(j), float(f"{v:.7g}")] for v, j in zip(*(x.tolist() for x in want[i].topk(SEEN)))] for i in inside},
     })
     print("  chose", repr(text[-60:]), "margin", min(margins), error, flush=True)
@@ -163,4 +164,4 @@ head = {
 }
 (OUT / "logits.json").write_text(json.dumps(head, separators=(",", ":")).replace(',{"name"', ',\n{"name"') + "\n")
 (OUT / "last.f32").write_bytes(b"".join(r.tobytes() for r in last))
-print([(p["name"], p["min_margin"], p["int8_error"]["lead_change_worst"]) for p in prompts])
+print([(p["name"], p["min_margin"], p["int8_error"]["lead_change_worst"], p["int16_error"]["lead_change_worst"]) for p in prompts])

@@ -123,23 +123,26 @@ for name, length, full in [("forty", 40, (0, 19, 39)), ("one", 1, (0,)), ("seven
             best = (ids, tokens, margins)
     ids, tokens, margins = best
     rows = ref.logits(model, ids)
-    worst = []
-    for levels in ref.DRAWS:
-        with ref.emulate_int8(model, levels):
-            worst += [ref.errors(e, r) for e, r in zip(ref.logits(model, ids), rows)]
-            assert ref.greedy(model, ids, 16)[0] == tokens, name
+    error = {}
+    for kind, draws in [("int8_error", ref.INT8), ("int16_error", ref.INT16)]:
+        seen = []
+        for levels in draws:
+            with ref.rounding(model, levels):
+                seen += [ref.errors(e, r) for e, r in zip(ref.logits(model, ids), rows)]
+                assert ref.greedy(model, ids, 16)[0] == tokens, name
+        # Over the prompt's positions and the draws of the rounding.
+        error[kind] = {
+            "rel_median": float(np.median([e["rel"] for e in seen])),
+            "rel_worst": max(e["rel"] for e in seen),
+            "max_abs_worst": max(e["max_abs"] for e in seen),
+        }
     cases.append({
         "name": name, "tokens": ids, "greedy": tokens, "margins": [round(m, 4) for m in margins],
-        # Over the prompt's positions and the draws of the rounding.
-        "int8_error": {
-            "rel_median": float(np.median([w["rel"] for w in worst])),
-            "rel_worst": max(w["rel"] for w in worst),
-            "max_abs_worst": max(w["max_abs"] for w in worst),
-        },
+        **error,
         "top8": [[[int(i), float(f"{v:.7g}")] for v, i in zip(*(x.tolist() for x in r.topk(8)))] for r in rows],
         "rows": {str(i): rounded(rows[i]) for i in full},
     })
-    print(name, "margin", min(margins), cases[-1]["int8_error"], "spread", float(rows.std()), tokens)
+    print(name, "margin", min(margins), error, "spread", float(rows.std()), tokens)
 head = {"model": "tiny-llama.gguf", "made_by": "tests/oracles/tiny_llama.py", "cases": cases}
 (OUT / "logits.json").write_text(json.dumps(head, separators=(",", ":")).replace(',{"name"', ',\n{"name"') + "\n")
 print(path.stat().st_size, (OUT / "logits.json").stat().st_size)

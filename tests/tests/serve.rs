@@ -180,3 +180,18 @@ fn l4_a_worker_that_cannot_start_is_given_up_with_its_cause() {
     assert!(server.log().contains("no-such-model"), "the cause is shown: {}", server.log());
     assert!(sandbox.try_ctl(&["status"]).is_err(), "the owner that serve had started is gone too");
 }
+
+#[test]
+fn owner_and_worker_killed_together_both_come_back() {
+    let sandbox = Sandbox::new();
+    let _server = serve(&sandbox, &["--start-attempts", "2"]);
+    let before = ready(&sandbox);
+    let answer = http::greedy(address(&before), "The capital of France is", 8);
+    signal_pid(pid(&before, "owner"), Signal::SIGKILL);
+    signal_pid(pid(&before, "worker"), Signal::SIGKILL);
+    // This waits in the listening socket until both are back, in the right order.
+    assert_eq!(http::greedy(address(&before), "The capital of France is", 8), answer);
+    let after = ready(&sandbox);
+    assert_ne!(pid(&after, "owner"), pid(&before, "owner"));
+    assert_ne!(pid(&after, "worker"), pid(&before, "worker"));
+}

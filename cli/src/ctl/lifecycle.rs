@@ -75,9 +75,11 @@ pub(super) async fn stop(dir: &Path, out: Output, args: &StopArgs) -> anyhow::Re
     let supervisor = crate::serve::supervisor(dir);
     let pids =
         [("supervisor", supervisor), ("worker", worker.ok().map(|s| s.pid)), ("owner", owner.ok().map(|s| s.pid))];
+    // All of them first: the supervisor takes the others with it.
+    let targets = pids.map(|(name, pid)| (name, pid.and_then(|pid| Target::of(pid).ok())));
     let mut stopped = Vec::new();
-    for (name, pid) in pids {
-        let Some(target) = pid.and_then(|pid| Target::of(pid).ok()) else { continue };
+    for (name, target) in targets {
+        let Some(target) = target else { continue };
         target.signal(Signal::SIGTERM)?;
         let wait = Duration::from_secs(args.wait);
         if tokio::time::timeout(wait, target.gone()).await.is_err() {

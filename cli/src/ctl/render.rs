@@ -39,11 +39,17 @@ pub fn object(cells: &[Cell]) -> Value {
     cells.iter().map(|c| (c.key.to_string(), c.json.clone())).collect::<Map<_, _>>().into()
 }
 
+/// A key as a heading: units are part of what people see in the value.
+fn heading(key: &str) -> String {
+    let bare = ["_s", "_ms", "_bytes"].iter().find_map(|unit| key.strip_suffix(unit)).unwrap_or(key);
+    bare.replace('_', " ")
+}
+
 /// Rows as an aligned table with a heading; empty cells show `-`.
 pub fn table(rows: &[Vec<Cell>]) -> String {
     let Some(first) = rows.first() else { return String::new() };
     let shown = |cell: &Cell| cell.text.is_some();
-    let mut lines = vec![first.iter().filter(|c| shown(c)).map(|c| c.key.replace('_', " ").to_uppercase()).collect()];
+    let mut lines = vec![first.iter().filter(|c| shown(c)).map(|c| heading(c.key).to_uppercase()).collect()];
     lines.extend(rows.iter().map(|row| {
         row.iter().filter_map(|c| c.text.clone()).map(|t| if t.is_empty() { "-".into() } else { t }).collect::<Vec<_>>()
     }));
@@ -58,8 +64,7 @@ pub fn table(rows: &[Vec<Cell>]) -> String {
 
 /// A single row as `key  value` lines under a title.
 pub fn sheet(title: &str, cells: &[Cell]) -> String {
-    let rows: Vec<(String, &String)> =
-        cells.iter().filter_map(|c| Some((c.key.replace('_', " "), c.text.as_ref()?))).collect();
+    let rows: Vec<(String, &String)> = cells.iter().filter_map(|c| Some((heading(c.key), c.text.as_ref()?))).collect();
     let width = rows.iter().map(|(k, _)| k.len()).max().unwrap_or(0);
     rows.iter().fold(format!("{title}\n"), |out, (key, text)| out + &format!("  {key:<width$}  {text}\n"))
 }
@@ -107,9 +112,9 @@ mod tests {
 
     #[test]
     fn tables_align_and_hide() {
-        let row = |name: &'static str, n: u64| vec![cell("name", name), cell("n_x", n), cell("secret", 1).hidden()];
-        assert_eq!(table(&[row("a", 1), row("long", 22)]), "NAME  N X\na     1\nlong  22\n");
-        assert_eq!(object(&row("a", 1)).to_string(), r#"{"name":"a","n_x":1,"secret":1}"#);
+        let row = |name: &'static str, n: u64| vec![cell("name", name), cell("age_s", n), cell("secret", 1).hidden()];
+        assert_eq!(table(&[row("a", 1), row("long", 22)]), "NAME  AGE\na     1\nlong  22\n");
+        assert_eq!(object(&row("a", 1)).to_string(), r#"{"name":"a","age_s":1,"secret":1}"#);
         assert_eq!(table(&[vec![cell("name", "")]]), "NAME\n-\n");
     }
 }

@@ -28,6 +28,15 @@ pub struct Policy {
     pub stop_timeout: Option<Duration>,
 }
 
+/// How a kept process is doing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Health {
+    /// How often it became ready.
+    pub starts: u32,
+    /// It is ready now.
+    pub up: bool,
+}
+
 /// A process to keep.
 pub struct Kept<L> {
     /// Name in messages.
@@ -40,6 +49,8 @@ pub struct Kept<L> {
     pub notify: Notify,
     /// Limits.
     pub policy: Policy,
+    /// It is started only while this one is up: a worker without an owner could only fail.
+    pub needs: Option<watch::Receiver<Health>>,
 }
 
 /// What the supervisor wants of a kept process.
@@ -66,14 +77,14 @@ fn delay(failures: u32) -> Duration {
     }
 }
 
-/// Keeps it until it is wished gone or it cannot be started. Each ready is counted in `ready`.
+/// Keeps it until it is wished gone or it cannot be started. `health` tells how it is doing.
 ///
 /// # Errors
 /// It gave up: the exit code is the process's own, the message holds its last reported status.
 pub async fn keep<L>(
     mut kept: Kept<L>,
     mut wish: watch::Receiver<Wish>,
-    ready: watch::Sender<u32>,
+    health: watch::Sender<Health>,
 ) -> anyhow::Result<()>
 where
     L: FnMut(&Notify) -> anyhow::Result<Process>,
@@ -85,6 +96,13 @@ where
         let mut process = match kept.adopted.take() {
             Some(process) => process,
             None => {
+                if let Some(needs) = &mut kept.needs {
+                    tokio::select! {
+                        // An error means that it was given up; the start below then fails with the true cause.
+                        _ = needs.wait_for(|health| health.up) => {}
+                        () = stopped(&mut wish) => return Ok(()),
+                    }
+                }
                 let mut process = (kept.launch)(&kept.notify)?;
                 match bring_up(&kept.notify, kept.policy.start_timeout, &mut process, &mut wish).await {
                     Start::Ready => failures = 0,
@@ -118,11 +136,13 @@ where
                 process
             }
         };
-        ready.send_modify(|n| *n += 1);
+        health.send_modify(|h| *h = Health { starts: h.starts + 1, up: true });
         let since = Instant::now();
         tokio::select! {
             how = process.wait() => {
-                unhealthy = if since.elapsed() < HEALTHY { unhealthy + 1 } else { 0 };
+                health.send_modify(|h| h.up = false);
+                // A worker that was drained is replaced at once, however young.
+                unhealthy = if since.elapsed() < HEALTHY && how != End::Code(0) { unhealthy + 1 } else { 0 };
                 eprintln!("ds4 serve: the {name} (pid {}) {how}; starting another", process.target().pid());
                 if pause(delay(unhealthy), &mut wish).await {
                     return Ok(());
@@ -234,7 +254,7 @@ mod tests {
         dir: tempfile::TempDir,
         starts: Arc<Mutex<u32>>,
         wish: watch::Sender<Wish>,
-        ready: watch::Receiver<u32>,
+        health: watch::Receiver<Health>,
         task: tokio::task::JoinHandle<anyhow::Result<()>>,
     }
 
@@ -265,10 +285,13 @@ mod tests {
                 .start()
         };
         let (wish, wish_rx) = watch::channel(Wish::Run);
-        let (ready_tx, ready) = watch::channel(0);
-        let task =
-            tokio::spawn(keep(Kept { name: "worker", adopted: None, launch, notify, policy }, wish_rx, ready_tx));
-        Rig { dir, starts, wish, ready, task }
+        let (report, health) = watch::channel(Health::default());
+        let task = tokio::spawn(keep(
+            Kept { name: "worker", adopted: None, launch, notify, policy, needs: None },
+            wish_rx,
+            report,
+        ));
+        Rig { dir, starts, wish, health, task }
     }
 
     #[tokio::test]
@@ -292,10 +315,10 @@ mod tests {
     #[tokio::test]
     async fn a_process_that_dies_is_restarted_and_stop_ends_the_last() {
         let mut rig = rig("READY; exec sleep 60", POLICY);
-        rig.ready.wait_for(|n| *n == 1).await.unwrap();
+        rig.health.wait_for(|h| h.starts == 1).await.unwrap();
         let killed = kill_children_of_this_test(rig.dir.path());
         assert!(killed > 0);
-        rig.ready.wait_for(|n| *n == 2).await.unwrap();
+        rig.health.wait_for(|h| h.starts == 2).await.unwrap();
         rig.wish.send(Wish::Drain).unwrap();
         rig.task.await.unwrap().unwrap();
         assert_eq!(*rig.starts.lock().unwrap(), 2);
@@ -328,7 +351,7 @@ mod tests {
     async fn a_process_that_ignores_sigterm_is_killed_at_its_limit() {
         let policy = Policy { stop_timeout: Some(Duration::from_millis(200)), ..POLICY };
         let mut rig = rig("trap '' TERM; READY; while :; do sleep 0.05; done", policy);
-        rig.ready.wait_for(|n| *n == 1).await.unwrap();
+        rig.health.wait_for(|h| h.starts == 1).await.unwrap();
         rig.wish.send(Wish::Drain).unwrap();
         rig.task.await.unwrap().unwrap();
     }
@@ -337,7 +360,7 @@ mod tests {
     async fn a_drain_that_takes_too_long_for_the_user_becomes_a_kill() {
         let policy = Policy { stop_timeout: None, ..POLICY };
         let mut rig = rig("trap '' TERM; READY; while :; do sleep 0.05; done", policy);
-        rig.ready.wait_for(|n| *n == 1).await.unwrap();
+        rig.health.wait_for(|h| h.starts == 1).await.unwrap();
         rig.wish.send(Wish::Drain).unwrap();
         tokio::time::sleep(Duration::from_millis(100)).await;
         assert!(!rig.task.is_finished());

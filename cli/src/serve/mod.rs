@@ -19,7 +19,7 @@ use tokio::task::JoinHandle;
 
 use crate::client::{control, reachable};
 use crate::failure::Failure;
-use keep::{Kept, Wish, keep};
+use keep::{Health, Kept, Wish, keep};
 pub use lock::holder as supervisor;
 use plan::{Plan, ServeFlags};
 use process::{Launch, Notify, Process, Target};
@@ -39,6 +39,9 @@ pub struct ServeArgs {
     /// Address that the HTTP API listens on
     #[arg(long, value_name = "ADDR")]
     http: Option<SocketAddr>,
+    /// Allow an address that other machines can reach, although the API asks for no keys
+    #[arg(long)]
+    allow_remote: bool,
     /// Context length in tokens
     #[arg(long, value_name = "TOKENS")]
     ctx: Option<u32>,
@@ -73,7 +76,8 @@ impl ServeArgs {
             ("--threads", self.threads.map(|v| v.to_string())),
         ];
         let flags = given.into_iter().filter_map(|(flag, value)| Some([OsString::from(flag), value?.into()])).flatten();
-        flags.chain(self.rest.iter().cloned()).collect()
+        let remote = self.allow_remote.then(|| "--allow-remote".into());
+        flags.chain(remote).chain(self.rest.iter().cloned()).collect()
     }
 
     fn http_args(&self) -> Vec<OsString> {
@@ -109,6 +113,7 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
         name: "weight owner",
         notify: Notify::bind(&plan.dir, "owner")?,
         policy: plan.owner_policy(),
+        needs: None,
         adopted: announce_adopted("weight owner", running_owner),
         launch: {
             let (path, args) = (plan.owner.path.clone(), plan.owner.args.clone());
@@ -129,6 +134,7 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
         name: "worker",
         notify: Notify::bind(&plan.dir, "worker")?,
         policy: plan.worker_policy(),
+        needs: Some(owner.health.clone()),
         adopted: announce_adopted("worker", running_worker),
         launch: {
             let (path, args) = (plan.worker.path.clone(), plan.worker.args.clone());
@@ -173,7 +179,7 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
 /// A kept process and the wires to it.
 struct Task {
     wish: watch::Sender<Wish>,
-    ready: watch::Receiver<u32>,
+    health: watch::Receiver<Health>,
     join: JoinHandle<anyhow::Result<()>>,
 }
 
@@ -183,13 +189,13 @@ impl Task {
         L: FnMut(&Notify) -> anyhow::Result<Process> + Send + 'static,
     {
         let (wish, wished) = watch::channel(Wish::Run);
-        let (report, ready) = watch::channel(0);
-        Self { wish, ready, join: tokio::spawn(keep(kept, wished, report)) }
+        let (report, health) = watch::channel(Health::default());
+        Self { wish, health, join: tokio::spawn(keep(kept, wished, report)) }
     }
 
     /// Returns at the first ready, or with why there will be none.
     async fn ready(&mut self) -> anyhow::Result<()> {
-        if self.ready.wait_for(|n| *n > 0).await.is_ok() {
+        if self.health.wait_for(|h| h.starts > 0).await.is_ok() {
             return Ok(());
         }
         // Its sender is gone, so it has ended.
