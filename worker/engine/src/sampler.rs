@@ -256,8 +256,14 @@ mod tests {
         SamplingParams { seed: Some(7), ..Default::default() }
     }
 
+    #[allow(clippy::cast_possible_truncation, reason = "logits are f32")]
+    fn log(p: f64) -> f32 {
+        p.ln() as f32
+    }
+
     fn logits_of(p: &[f64]) -> Vec<f32> {
-        p.iter().map(|p| p.ln() as f32 - 1.5).collect()
+        // The shift must not matter.
+        p.iter().map(|p| log(*p) - 1.5).collect()
     }
 
     /// Draws `n` times and returns the counts.

@@ -1,12 +1,13 @@
 //! The llama family against transformers on the starter model (tests/oracles/smollm2_logits.py).
 //!
-//! Bounds as in tiny_llama.rs: a quarter of the error that int8 activations and f16 K/V rows cause in the reference itself.
+//! Bounds are made as in tiny_llama.rs. Here int8 activations weigh more (0.18 to 0.31 relative): 16 bits are 256 times finer, so
+//! a fiftieth is allowed.
 
 mod support;
 
 use support::{Lone, argmax, errors, fixture, json, starter_path, tokens};
 
-const SLACK: f64 = 0.25;
+const SLACK: f64 = 0.02;
 
 #[test]
 fn logits_and_greedy_continuations_agree_with_transformers() {

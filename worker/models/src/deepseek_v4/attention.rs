@@ -58,6 +58,13 @@ impl<D: SparseOps> AttentionBuffers<D> {
     }
 }
 
+impl<D: SparseOps> AttentionBuffers<D> {
+    /// What the last layer with an indexer selected in the last step.
+    pub fn selection(&self) -> &D::Selection {
+        &self.selection
+    }
+}
+
 /// Rotary tables of the two layer kinds.
 pub struct Rotary<T> {
     /// Sliding-window layers.

@@ -69,6 +69,13 @@ impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
     }
 }
 
+impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
+    /// What the last layer with an indexer selected in the last step: for tests and debugging.
+    pub fn last_selection(&self) -> &D::Selection {
+        self.attention.selection()
+    }
+}
+
 impl<D: SparseOps + HyperOps + MoeOps> Model<D> for DeepseekV4<D> {
     fn shape(&self) -> &ModelShape {
         &self.shape

@@ -52,6 +52,7 @@ impl Builder<'_> {
         self.tensors.push(TensorEntry { name: name.into(), ty, shape, chunk: 0, offset, len });
     }
 
+    #[allow(clippy::cast_possible_truncation, reason = "the weight's storage type")]
     fn f32(&mut self, name: &str, shape: &[u64]) {
         let count = usize::try_from(shape.iter().product::<u64>()).unwrap();
         let (_, offset, scale) = RULES.iter().find(|(end, ..)| name.ends_with(end)).unwrap();
