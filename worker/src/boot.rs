@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ds4_attach::{Attached, Weights};
-use ds4_engine::{Engine, EngineHandle, ProbeError};
+use ds4_engine::{Engine, EngineHandle};
 use ds4_kernels::{CpuDevice, StateSpec};
 use ds4_settings::BROKER_SOCKET;
 use ds4_text::{ChatTemplate, Specials, TextError, Tokenizer};
@@ -28,29 +28,39 @@ pub struct Booted {
 
 /// How long each phase of a start took.
 #[derive(Debug, Default)]
-pub struct Phases(Vec<(&'static str, Duration)>);
+pub struct Phases(Vec<(&'static str, Duration, &'static str)>);
 
 impl Phases {
     /// Adds the time since `since`, and starts the next phase.
     pub fn lap(&mut self, name: &'static str, since: &mut Instant) {
         let now = Instant::now();
-        self.0.push((name, now - *since));
+        self.0.push((name, now - *since, ""));
         *since = now;
+    }
+
+    /// Adds something that went on at the same time as other phases.
+    fn beside(&mut self, name: &'static str, took: Duration) {
+        self.0.push((name, took, " beside"));
     }
 }
 
 impl std::fmt::Display for Phases {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        for (i, (name, took)) in self.0.iter().enumerate() {
+        for (i, (name, took, how)) in self.0.iter().enumerate() {
             let gap = if i == 0 { "" } else { ", " };
-            write!(f, "{gap}{name} {:.1} ms", took.as_secs_f64() * 1e3)?;
+            write!(f, "{gap}{name} {:.1} ms{how}", took.as_secs_f64() * 1e3)?;
         }
         Ok(())
     }
 }
 
 /// The text side of a model.
-type Text = (Arc<Tokenizer>, Option<ChatTemplate>);
+struct Text {
+    tokenizer: Arc<Tokenizer>,
+    template: Option<ChatTemplate>,
+    template_took: Duration,
+    tokenizer_took: Duration,
+}
 
 /// Brings an engine up.
 ///
@@ -73,13 +83,16 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
         let text = scope.spawn(|| text(weights));
         let device = CpuDevice::new(options.threads);
         let model = ds4_models::build(&device, weights);
+        phases.lap("bind", &mut since);
         let text = text.join().unwrap_or_else(|_| Err(Failure::other("building the tokenizer panicked")));
         (text, device, model)
     });
+    phases.lap("waiting for text", &mut since);
     let model = model?;
-    let (tokenizer, template) = text?;
+    let Text { tokenizer, template, template_took, tokenizer_took } = text?;
+    phases.beside("template", template_took);
+    phases.beside("tokenizer", tokenizer_took);
     check_vocabulary(model.shape().vocab, &tokenizer)?;
-    phases.lap("bind and tokenizer", &mut since);
     judge_memory(model.state(), options, model.shape().context)?;
     let context_train = model.shape().context;
     let name = ds4_kernels::Device::describe(&device);
@@ -94,6 +107,7 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
 
 fn text(weights: &Weights) -> Result<Text, Failure> {
     let metadata = &weights.manifest.metadata;
+    let started = Instant::now();
     let template = match ChatTemplate::compile(metadata) {
         Ok(template) => Some(template),
         Err(e @ TextError::NoChatTemplate) => {
@@ -102,7 +116,9 @@ fn text(weights: &Weights) -> Result<Text, Failure> {
         }
         Err(e) => return Err(e.into()),
     };
-    Ok((Arc::new(Tokenizer::from_metadata(metadata)?), template))
+    let template_took = started.elapsed();
+    let tokenizer = Arc::new(Tokenizer::from_metadata(metadata)?);
+    Ok(Text { tokenizer, template, template_took, tokenizer_took: started.elapsed() - template_took })
 }
 
 /// Token ids index logits rows, so a tokenizer larger than the model's output would be a panic in waiting.
@@ -165,6 +181,7 @@ fn verdict(one: u64, all: u64, available: u64, source: &str, context: usize) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ds4_engine::ProbeError;
 
     #[test]
     fn m2_m8_memory_is_judged_before_it_is_taken() {
@@ -181,8 +198,9 @@ mod tests {
 
     #[test]
     fn phases_read_as_a_line() {
-        let phases = Phases(vec![("a", Duration::from_micros(1500)), ("b", Duration::from_millis(2))]);
-        assert_eq!(phases.to_string(), "a 1.5 ms, b 2.0 ms");
+        let mut phases = Phases(vec![("a", Duration::from_micros(1500), "")]);
+        phases.beside("b", Duration::from_millis(2));
+        assert_eq!(phases.to_string(), "a 1.5 ms, b 2.0 ms beside");
     }
 
     #[test]
