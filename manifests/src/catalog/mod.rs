@@ -249,7 +249,7 @@ impl Catalog {
         for entry in candidates.filter(|e| e.class == Class::Dev) {
             match entry.first_difference(family, &readings, metadata, tensors) {
                 Ok(hyper) if allow_dev => return Ok(self.found(entry, family, hyper, metadata)),
-                Ok(_) => lever = "; as a development model it is accepted with --allow-dev",
+                Ok(_) => lever = "; as a development model it is accepted with --allow-dev-models",
                 Err(difference) if allow_dev => nearest = Some((0, entry, difference)),
                 Err(_) => {}
             }

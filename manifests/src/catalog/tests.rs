@@ -245,7 +245,7 @@ fn dev_models_need_the_flag_and_may_have_a_head_of_their_own() {
     let m = tiny_metadata();
     let mut t = llama_tensors(2, 64, 96, 32, 300);
     let e = Catalog::builtin().identify(&m, &t, false).unwrap_err();
-    assert!(e.to_string().contains("--allow-dev"), "{e}");
+    assert!(e.to_string().contains("--allow-dev-models"), "{e}");
     for _ in 0..2 {
         let found = Catalog::builtin().identify(&m, &t, true).unwrap();
         assert_eq!((found.entry.id.as_str(), found.served_name.as_str()), ("dev-llama", "tiny-random-test"));

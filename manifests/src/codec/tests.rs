@@ -155,16 +155,17 @@ fn g3_a_tiny_body_cannot_ask_for_gigabytes() {
 
 #[test]
 fn contradictions_are_refused_on_both_sides() {
-    let cases: [(&str, &dyn Fn(&mut WeightManifest)); 9] = [
-        ("\"a\" occurs twice", &|m| m.tensors[1].name = "a".into()),
-        ("lies in chunk 2, but there are 2", &|m| m.tensors[1].chunk = 2),
-        ("leaves chunk 0 of 512 bytes", &|m| m.tensors[1].offset = 512 - 119),
-        ("leaves chunk", &|m| m.tensors[1].offset = u64::MAX),
-        ("needs 120 bytes, but has 119", &|m| m.tensors[1].len = 119),
-        ("cannot exist", &|m| m.tensors[1].shape = vec![63, 3]),
-        ("cannot exist", &|m| m.tensors[1].shape = vec![u64::MAX / 64 * 64, u64::MAX]),
-        ("key \"bool\" occurs twice", &|m| m.metadata.entries.push(("bool".into(), Value::U64(1)))),
-        ("damaged string table", &|m| {
+    type Damage = (&'static str, fn(&mut WeightManifest));
+    let cases: [Damage; 9] = [
+        ("\"a\" occurs twice", |m| m.tensors[1].name = "a".into()),
+        ("lies in chunk 2, but there are 2", |m| m.tensors[1].chunk = 2),
+        ("leaves chunk 0 of 512 bytes", |m| m.tensors[1].offset = 512 - 119),
+        ("leaves chunk", |m| m.tensors[1].offset = u64::MAX),
+        ("needs 120 bytes, but has 119", |m| m.tensors[1].len = 119),
+        ("cannot exist", |m| m.tensors[1].shape = vec![63, 3]),
+        ("cannot exist", |m| m.tensors[1].shape = vec![u64::MAX / 64 * 64, u64::MAX]),
+        ("key \"bool\" occurs twice", |m| m.metadata.entries.push(("bool".into(), Value::U64(1)))),
+        ("damaged string table", |m| {
             let table = StringTable { bytes: vec![0; 4], ends: vec![3, 2, 4] };
             m.metadata.set("strings", Value::Strings(table));
         }),

@@ -30,7 +30,7 @@ fn every_kind_of_value_comes_back() {
             ("c.weight", GgmlType::F16, vec![2, 2, 2], 16),
         ]
     );
-    let at = |i: usize| parsed.tensors[i].offset as usize;
+    let at = |i: usize| index(parsed.tensors[i].offset);
     assert_eq!(bytes[at(0)..at(0) + 120], (0..120).collect::<Vec<u8>>());
     assert_eq!(bytes[at(1)..at(1) + 20], [1; 20]);
     assert_eq!((at(0) % 32, at(1) - at(0), at(2) - at(1)), (0, 128, 32));
@@ -153,7 +153,7 @@ fn alignment_must_be_a_power_of_two_and_is_obeyed() {
     let parsed = parse_all(&bytes).unwrap();
     assert_eq!(parsed.alignment, 512);
     assert!(parsed.tensors.iter().all(|t| t.offset % 512 == 0));
-    assert_eq!(bytes[parsed.tensors[1].offset as usize], 1);
+    assert_eq!(bytes[index(parsed.tensors[1].offset)], 1);
     assert_eq!(code(&Raw::new().tensor(b"t", &[1], 0, 4).data(64).bytes()), "bad_offset");
 }
 

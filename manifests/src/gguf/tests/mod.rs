@@ -18,6 +18,11 @@ fn code(bytes: &[u8]) -> &'static str {
     parse_all(bytes).map(|_| "parsed").unwrap_or_else(|e| e.code())
 }
 
+/// A file offset as an index.
+fn index(offset: u64) -> usize {
+    usize::try_from(offset).unwrap()
+}
+
 /// A header with every field free.
 #[derive(Clone)]
 struct Raw {
