@@ -62,11 +62,11 @@ fn s4_malformed_nested_oversized_and_invalid_bodies_are_refused_within_seconds()
     let http = &worker.http;
     let nested = format!(r#"{{"prompt":{}1{}}}"#, "[".repeat(100_000), "]".repeat(100_000));
     let utf8 = [
-        &b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 16\r\n\r\n"[..],
+        &b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: 15\r\n\r\n"[..],
         b"{\"prompt\":\"\xff\xfe\"}",
     ]
     .concat();
-    let huge = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 99999999999\r\n\r\n{"
+    let huge = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: 99999999999\r\n\r\n{"
         .to_vec();
     let cases: [(&str, Vec<u8>, &[&str]); 5] = [
         ("not JSON", request("/v1/completions", "{\"prompt\": "), &["400"]),
@@ -175,10 +175,9 @@ fn o1_health_metrics_and_models_need_no_model_call() {
 #[test]
 fn o2_every_request_leaves_one_completion_line_with_its_id() {
     let (_sandbox, _owner, worker) = served(&[]);
-    let (_, answer) = post(&worker.http, "/v1/completions", &json!({"prompt": "Hi", "max_tokens": 1}));
-    let id = answer["id"].as_str().unwrap().to_string();
-    let short = id.split_once('-').map_or(id.as_str(), |(_, rest)| rest).to_string();
-    let lines = |log: &str| log.lines().filter(|l| l.contains(&short)).count();
+    let answer = raw(&worker.http, &request("/v1/completions", r#"{"prompt":"Hi","max_tokens":1}"#), SOON);
+    let id = answer.lines().find_map(|l| l.strip_prefix("x-request-id: ")).expect("an id in the answer").to_string();
+    let lines = |log: &str| log.lines().filter(|l| l.contains(&id)).count();
     wait_for("the completion line", SOON, || (lines(&worker.process.log()) == 1).then_some(()));
 }
 

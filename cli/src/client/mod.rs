@@ -25,7 +25,7 @@ pub struct WorkerArgs {
 #[derive(clap::Args, Clone, Debug)]
 pub struct RuntimeArgs {
     /// Directory of the control sockets [default: $XDG_RUNTIME_DIR/ds4, /run/ds4 for root]
-    #[arg(long, env = "DS4_RUNTIME_DIR", value_name = "DIR")]
+    #[arg(long, global = true, env = "DS4_RUNTIME_DIR", value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
 }
 
