@@ -9,15 +9,20 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 
+# Python's gRPC names the escaped socket path as the HTTP/2 authority, which is no valid one ("%2F"), and the servers' HTTP/2
+# library refuses it. grpcurl and Go send "localhost", as this does.
+OPTIONS = [("grpc.default_authority", "localhost")]
+
+
 @pytest.fixture()
 def owner(served):
-    with grpc.insecure_channel(f"unix:{served.dir}/owner.sock") as channel:
+    with grpc.insecure_channel(f"unix:{served.dir}/owner.sock", OPTIONS) as channel:
         yield channel
 
 
 @pytest.fixture()
 def worker(served):
-    with grpc.insecure_channel(f"unix:{served.dir}/worker.sock") as channel:
+    with grpc.insecure_channel(f"unix:{served.dir}/worker.sock", OPTIONS) as channel:
         yield channel
 
 
