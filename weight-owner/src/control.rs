@@ -1,4 +1,8 @@
 //! The gRPC control service of proto/ds4/v1/owner.proto.
+//!
+//! Clients on gRPC's C core (Python, 1.57 and later) send the percent-encoded socket path as `:authority`, which the h2
+//! crate refuses as malformed with PROTOCOL_ERROR before any service sees it (hyperium/h2 pull request 487): they set
+//! the channel option `grpc.default_authority` to `localhost`; older grpcurl takes `-authority localhost`.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -82,6 +82,28 @@ async fn l8_bad_models_fail_with_a_state_and_a_code() {
 }
 
 #[tokio::test]
+async fn loads_and_failures_leave_no_descriptors() {
+    let owner = empty_owner(&[]);
+    let (good, bad) = (owner.dir.tiny(1), owner.dir.join("bad.gguf"));
+    fs::write(&bad, "<html>").unwrap();
+    let mut control = owner.control().await;
+    let mut settled = Vec::new();
+    for _ in 0..3 {
+        for _ in 0..10 {
+            for request in [load_request(&bad), v1::LoadRequest { reload: true, ..load_request(&good) }] {
+                let mut stream = control.load(request).await.unwrap().into_inner();
+                while stream.message().await.unwrap().is_some() {}
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        settled.push((fd_count(Some(owner.pid())).unwrap(), models(&owner).await.len()));
+    }
+    // One READY epoch and one remembered failure, however often.
+    assert_eq!(settled[0].1, 2);
+    assert!(settled.iter().all(|s| *s == settled[0]), "{settled:?}");
+}
+
+#[tokio::test]
 async fn bad_requests_are_refused_by_status() {
     let owner = empty_owner(&[]);
     let mut control = owner.control().await;
