@@ -1,6 +1,7 @@
 //! Quantised rows times a panel with AVX2: `vpmaddwd` on pairs of 16-bit integers, 8 outputs a register.
 
 #![allow(unsafe_code, reason = "std::arch intrinsics")]
+#![allow(clippy::needless_range_loop, reason = "indices name registers and rows")]
 
 use std::arch::x86_64::*;
 

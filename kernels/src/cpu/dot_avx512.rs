@@ -5,6 +5,7 @@
 //! sum of the activations.
 
 #![allow(unsafe_code, reason = "std::arch intrinsics")]
+#![allow(clippy::needless_range_loop, reason = "indices name registers and rows")]
 
 use std::arch::x86_64::*;
 

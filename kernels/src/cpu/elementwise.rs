@@ -186,6 +186,7 @@ mod tests {
     }
     multiversion! { fn exp16 = exp_impl(x: &[f32; N], out: &mut [f32; N]); }
 
+    #[allow(clippy::cast_possible_truncation, reason = "the spacing of f32 is wanted")]
     #[test]
     fn exp_is_within_two_ulp_and_equal_on_every_isa() {
         let mut worst = 0.0f64;

@@ -80,6 +80,18 @@ pub(crate) trait Lanes: Copy {
     }
 }
 
+/// Asks for the cache line at `p`, which need not be readable.
+#[inline(always)]
+pub(crate) fn prefetch(p: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch never faults, and SSE is part of x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
 /// Plain arrays, for baseline code.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable([f32; N]);

@@ -11,6 +11,8 @@ pub(crate) mod dot;
 pub(crate) mod dot_avx2;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod dot_avx512;
+#[cfg(target_arch = "aarch64")]
+pub(crate) mod dot_neon;
 pub(crate) mod elementwise;
 pub(crate) mod float;
 pub(crate) mod formats;

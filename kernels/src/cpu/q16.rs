@@ -41,6 +41,20 @@ pub(crate) struct Meta {
     pub(crate) total: f32,
 }
 
+impl Meta {
+    #[inline(always)]
+    fn new(d: f32, sum: [i32; 2]) -> Self {
+        Self { d, sum, value: [d * sum[0] as f32, d * sum[1] as f32], total: d * (sum[0] + sum[1]) as f32 }
+    }
+
+    /// A block whose greatest magnitude `max` is too small to have an inverse, or not finite.
+    #[inline(always)]
+    fn broken_or_zero(max: f32) -> Self {
+        let d = if max < 1e-30 { 0.0 } else { f32::NAN };
+        Self { d, sum: [0; 2], value: [d; 2], total: d }
+    }
+}
+
 /// How quants lie in [`Quants`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Layout {
@@ -98,9 +112,7 @@ fn quantize_impl<L: Lanes>(split: bool, x: &[f32], quants: &mut [Quants], meta: 
         let max = f32::from_bits(max);
         // Below 1e-30 the inverse would overflow; such a block is zero.
         if !(1e-30..f32::INFINITY).contains(&max) {
-            let d = if max < 1e-30 { 0.0 } else { f32::NAN };
-            *meta = Meta { d, sum: [0; 2], value: [d; 2], total: d };
-            *out = Quants([0; BLOCK]);
+            (*meta, *out) = (Meta::broken_or_zero(max), Quants([0; BLOCK]));
             continue;
         }
         let (d, inverse) = (max / LIMIT, LIMIT / max);
@@ -110,7 +122,7 @@ fn quantize_impl<L: Lanes>(split: bool, x: &[f32], quants: &mut [Quants], meta: 
             *q = unsafe { (v * inverse).round_ties_even().to_int_unchecked() };
         }
         let sum = [q[..16].iter().sum::<i32>(), q[16..].iter().sum::<i32>()];
-        *meta = Meta { d, sum, value: [d * sum[0] as f32, d * sum[1] as f32], total: d * (sum[0] + sum[1]) as f32 };
+        *meta = Meta::new(d, sum);
         if split {
             let mut bytes = [[0i8; 2]; BLOCK];
             let (hi, lo) = bytes.as_flattened_mut().split_at_mut(BLOCK);
@@ -133,8 +145,42 @@ multiversion! {
     fn quantize_row = quantize_impl(split: bool, x: &[f32], quants: &mut [Quants], meta: &mut [Meta]);
 }
 
+/// [`quantize_impl`] in the split layout, by hand: the compiler packs bytes one at a time, which was 7 % of a prefill.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn quantize_avx512(x: &[f32], quants: &mut [Quants], meta: &mut [Meta]) {
+    use std::arch::x86_64::*;
+    let magnitude = _mm512_set1_epi32(0x7fff_ffff);
+    for ((x, out), meta) in x.as_chunks::<BLOCK>().0.iter().zip(quants).zip(meta) {
+        // SAFETY: two halves of 32 floats.
+        let v = [0, 16].map(|at| unsafe { _mm512_loadu_ps(x.as_ptr().add(at)) });
+        let [a, b] = v.map(|v| _mm512_and_si512(_mm512_castps_si512(v), magnitude));
+        let max = f32::from_bits(_mm512_reduce_max_epu32(_mm512_max_epu32(a, b)));
+        if !(1e-30..f32::INFINITY).contains(&max) {
+            (*meta, *out) = (Meta::broken_or_zero(max), Quants([0; BLOCK]));
+            continue;
+        }
+        let inverse = _mm512_set1_ps(LIMIT / max);
+        // The default rounding of the conversion is to nearest even.
+        let q = v.map(|v| _mm512_cvtps_epi32(_mm512_mul_ps(v, inverse)));
+        *meta = Meta::new(max / LIMIT, q.map(|q| _mm512_reduce_add_epi32(q)));
+        let hi = q.map(|q| _mm512_cvtepi32_epi8(_mm512_srai_epi32::<8>(_mm512_add_epi32(q, _mm512_set1_epi32(128)))));
+        let lo = q.map(|q| _mm512_cvtepi32_epi8(q));
+        for (i, part) in hi.into_iter().chain(lo).enumerate() {
+            // SAFETY: four quarters of 64 bytes.
+            unsafe { _mm_storeu_si128(out.0.as_mut_ptr().cast::<__m128i>().add(i), part) };
+        }
+    }
+}
+
 /// Quantises one row in the layout of `isa`.
 pub(crate) fn quantize(isa: Isa, x: &[f32], quants: &mut [Quants], meta: &mut [Meta]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa.kind() == Kind::Avx512 {
+        // SAFETY: an `Isa` of this kind exists only where the CPU has the features.
+        unsafe { quantize_avx512(x, quants, meta) };
+        return;
+    }
     quantize_row(isa, Layout::of(isa) == Layout::Split, x, quants, meta);
 }
 

@@ -5,6 +5,7 @@
 //! registers' dwords within lanes puts dword `t` of all 16 rows side by side, which is a panel's line.
 
 #![allow(unsafe_code, reason = "std::arch intrinsics")]
+#![allow(clippy::needless_range_loop, reason = "indices name registers and rows")]
 
 use std::arch::x86_64::*;
 
@@ -86,8 +87,8 @@ unsafe fn heads(rows: &[*const u8; N], at: usize) -> __m512i {
     for (c, z) in z.iter_mut().enumerate() {
         for i in 4 * c..4 * c + 4 {
             // SAFETY: as the caller promises.
-            let head = unsafe { rows[i].add(at).cast::<i32>().read_unaligned() };
-            *z = _mm512_mask_set1_epi32(*z, 1 << i, head);
+            let head = unsafe { _mm_loadu_si32(rows[i].add(at).cast()) };
+            *z = _mm512_mask_broadcastd_epi32(*z, 1 << i, head);
         }
     }
     _mm512_or_si512(_mm512_or_si512(z[0], z[1]), _mm512_or_si512(z[2], z[3]))
