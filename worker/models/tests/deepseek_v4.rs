@@ -7,8 +7,8 @@
 mod seeded;
 mod support;
 
-use ds4_kernels::{BatchPlan, CpuDevice, Device};
 use ds4_kernels::ops::KvNumerics;
+use ds4_kernels::{BatchPlan, CpuDevice, Device};
 use ds4_models::Model;
 use ds4_models::deepseek_v4::DeepseekV4;
 use serde_json::Value;
@@ -160,8 +160,8 @@ fn deepseek_v4_batched_with_other_rows_computes_the_same() {
 
 #[test]
 fn deepseek_v4_official_numerics_drift_little_from_the_reference() {
-    // FP8 rows (3 mantissa bits) and FP4 indexer rows change every logit; what is recorded is by how much, and that chunking
-    // still changes nothing. Measured on these models: see docs/oracles.md.
+    // FP8 rows (3 mantissa bits: 2^-4 at worst, half of that on average) and FP4 indexer rows change every logit, and in a random
+    // model now and then the choice of an expert. The bound is on the root mean square over the reference rows.
     for name in ["mixed", "production-geometry"] {
         let case = case(name);
         let ids = tokens(&case["ids"]);
@@ -170,9 +170,17 @@ fn deepseek_v4_official_numerics_drift_little_from_the_reference() {
         for chunk in [1, 64] {
             assert!(official.all_logits(&ids, chunk) == whole, "{name}: chunks of {chunk}");
         }
-        let drift = worst(&case, &whole);
-        println!("{name}: official drift {drift:.3}");
-        assert!(drift > 1e-4, "{name}: the profile does something");
-        assert!(drift < 0.5, "{name}: {drift}");
+        let spread = case["std"].as_f64().unwrap();
+        let (mut sum, mut n) = (0.0, 0.0);
+        for (row, want) in reference(&case) {
+            for (g, w) in whole[row].iter().zip(&want) {
+                sum += ((f64::from(*g) - w) / spread).powi(2);
+                n += 1.0;
+            }
+        }
+        let drift = f64::sqrt(sum / n);
+        println!("{name}: official drift {drift:.4}");
+        assert!(drift > 1e-3, "{name}: the profile does something");
+        assert!(drift < 0.2, "{name}: {drift}");
     }
 }
