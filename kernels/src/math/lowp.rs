@@ -168,7 +168,9 @@ mod tests {
 
     #[test]
     fn power_of_two_scales() {
-        for (x, want) in [(1.0, 1.0), (1.1, 2.0), (0.75, 1.0), (0.5, 0.5), (3.0, 4.0), (2f32.powi(-126), 2f32.powi(-126))] {
+        for (x, want) in
+            [(1.0, 1.0), (1.1, 2.0), (0.75, 1.0), (0.5, 0.5), (3.0, 4.0), (2f32.powi(-126), 2f32.powi(-126))]
+        {
             assert_eq!(pow2_ceil(x), want, "{x}");
         }
         assert_eq!(pow2_ceil(f32::from_bits(3)), f32::from_bits(4));
@@ -181,7 +183,8 @@ mod tests {
         hadamard(&mut y);
         for (k, v) in y.iter().enumerate() {
             let want: f64 =
-                (0..16).map(|n| f64::from(x[n]) * if (n & k).count_ones() % 2 == 0 { 1.0 } else { -1.0 }).sum::<f64>() / 4.0;
+                (0..16).map(|n| f64::from(x[n]) * if (n & k).count_ones() % 2 == 0 { 1.0 } else { -1.0 }).sum::<f64>()
+                    / 4.0;
             assert!((f64::from(*v) - want).abs() < 1e-5, "{k}: {v} {want}");
         }
         hadamard(&mut y);

@@ -15,7 +15,13 @@ pub fn sigmoid(x: f32) -> f32 {
 pub fn mixing_weights(raw: &mut [f32], scale: &[f32], base: &[f32], n: usize, iterations: usize, eps: f32) {
     debug_assert_eq!(raw.len(), 2 * n + n * n);
     for (i, v) in raw.iter_mut().enumerate() {
-        let s = if i < n { scale[0] } else if i < 2 * n { scale[1] } else { scale[2] };
+        let s = if i < n {
+            scale[0]
+        } else if i < 2 * n {
+            scale[1]
+        } else {
+            scale[2]
+        };
         *v = *v * s + base[i];
     }
     let (gates, comb) = raw.split_at_mut(2 * n);

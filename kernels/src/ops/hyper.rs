@@ -45,11 +45,5 @@ pub trait HyperOps: Device {
     fn hyper_post(&self, p: &HyperParams, mix: &Self::Buffer, y: &Self::Buffer, state: &mut Self::Buffer);
 
     /// The head's combination: `x = Σ_h (sigmoid(mixer·flat · scale + base)[h] + eps) · S[h]`.
-    fn hyper_head(
-        &self,
-        p: &HyperParams,
-        w: &HyperWeights<Self::Weight>,
-        state: &Self::Buffer,
-        x: &mut Self::Buffer,
-    );
+    fn hyper_head(&self, p: &HyperParams, w: &HyperWeights<Self::Weight>, state: &Self::Buffer, x: &mut Self::Buffer);
 }

@@ -32,7 +32,13 @@ pub trait MoeOps: Device {
 
     /// Selects the `used` largest of `p + bias` per row (ties: lower index); weights come from `p` alone.
     /// `logits` is `[rows, experts]`, `bias` a vector of as many.
-    fn route_learned(&self, p: &RouterParams, logits: &Self::Buffer, bias: Option<&Self::Weight>, out: &mut Self::Routing);
+    fn route_learned(
+        &self,
+        p: &RouterParams,
+        logits: &Self::Buffer,
+        bias: Option<&Self::Weight>,
+        out: &mut Self::Routing,
+    );
 
     /// Takes the experts that `table` (I32, `[used, vocab]`) lists for each row's token id; weights from `p`.
     fn route_table(

@@ -90,7 +90,14 @@ pub trait SparseOps: Device {
     fn head_rms(&self, x: &mut Self::Buffer, head_dim: usize, eps: f32);
 
     /// Rotates the interleaved pairs of each head's trailing part by the row's position (`inverse`: by its negative).
-    fn rope_tail(&self, step: &Self::Step, table: &Self::RopeTable, head_dim: usize, inverse: bool, x: &mut Self::Buffer);
+    fn rope_tail(
+        &self,
+        step: &Self::Step,
+        table: &Self::RopeTable,
+        head_dim: usize,
+        inverse: bool,
+        x: &mut Self::Buffer,
+    );
 
     /// Applies the profile to KV rows whose trailing `rope_dim` elements are rotary.
     fn round_kv(&self, numerics: KvNumerics, rope_dim: usize, x: &mut Self::Buffer);
