@@ -7,13 +7,11 @@ use ds4_attach::{Attached, Weights};
 use ds4_engine::{Engine, EngineHandle};
 use ds4_kernels::{CpuDevice, StateSpec};
 use ds4_settings::BROKER_SOCKET;
-use ds4_text::{ChatTemplate, Specials, TextError, Tokenizer};
+use ds4_text::{ChatTemplate, TextError, Tokenizer};
 
 use crate::config::Options;
 use crate::failure::Failure;
-
-/// What the self-test reads. Ordinary words: they must give ordinary words back.
-const PROBE_TEXT: &str = "The capital of France is";
+use crate::late::LateVocabulary;
 
 /// A worker's inside, ready to serve.
 pub struct Booted {
@@ -78,31 +76,52 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
     })?;
     phases.lap("attach", &mut since);
     let weights = &attached.weights;
-    let (text, device, model) = std::thread::scope(|scope| {
-        // Half of a small model's start is its tokenizer; it needs nothing of the rest.
-        let text = scope.spawn(|| text(weights));
-        let device = CpuDevice::new(options.threads);
-        let model = ds4_models::build(&device, weights);
-        phases.lap("bind", &mut since);
+    let late = Arc::new(LateVocabulary::default());
+    let promise = late.promise();
+    let (text, computing) = std::thread::scope(|scope| {
+        let text = scope.spawn(|| text(weights).inspect(|text| promise.keep(&text.tokenizer)));
+        let computing = compute(options, weights, late, &mut phases, &mut since);
         let text = text.join().unwrap_or_else(|_| Err(Failure::other("building the tokenizer panicked")));
-        (text, device, model)
+        (text, computing)
     });
     phases.lap("waiting for text", &mut since);
-    let model = model?;
+    // A tokenizer that failed is the cause of what the self-test may have met.
     let Text { tokenizer, template, template_took, tokenizer_took } = text?;
+    let Computing { engine, vocab, context_train, device } = computing?;
     phases.beside("template", template_took);
     phases.beside("tokenizer", tokenizer_took);
-    check_vocabulary(model.shape().vocab, &tokenizer)?;
-    judge_memory(model.state(), options, model.shape().context)?;
-    let context_train = model.shape().context;
-    let name = ds4_kernels::Device::describe(&device);
-    let mut engine = Engine::new(device, model, Arc::clone(&tokenizer) as _, options.engine.clone())?;
-    phases.lap("engine", &mut since);
-    let report = engine.probe(&probe_prompt(&tokenizer))?;
-    tracing::debug!(tokens = ?report.tokens, took_ms = report.took.as_secs_f64() * 1e3, "self-test passed");
-    phases.lap("probe", &mut since);
+    check_vocabulary(vocab, &tokenizer)?;
     let engine = engine.spawn().map_err(|e| Failure::other(format!("cannot start the engine thread: {e}")))?;
-    Ok(Booted { attached, engine, tokenizer, template, context_train, device: name, phases })
+    Ok(Booted { attached, engine, tokenizer, template, context_train, device, phases })
+}
+
+/// The side of a start that computes.
+struct Computing {
+    engine: Engine<CpuDevice>,
+    vocab: usize,
+    context_train: usize,
+    device: String,
+}
+
+fn compute(
+    options: &Options,
+    weights: &Weights,
+    late: Arc<LateVocabulary>,
+    phases: &mut Phases,
+    since: &mut Instant,
+) -> Result<Computing, Failure> {
+    let device = CpuDevice::new(options.threads);
+    let model = ds4_models::build(&device, weights)?;
+    phases.lap("bind", since);
+    judge_memory(model.state(), options, model.shape().context)?;
+    let (vocab, context_train) = (model.shape().vocab, model.shape().context);
+    let name = ds4_kernels::Device::describe(&device);
+    let mut engine = Engine::new(device, model, Arc::clone(&late) as _, options.engine.clone())?;
+    phases.lap("engine", since);
+    let report = engine.probe(&late.probe_prompt(&weights.manifest.metadata))?;
+    tracing::debug!(tokens = ?report.tokens, took_ms = report.took.as_secs_f64() * 1e3, "self-test passed");
+    phases.lap("probe", since);
+    Ok(Computing { engine, vocab, context_train, device: name })
 }
 
 fn text(weights: &Weights) -> Result<Text, Failure> {
@@ -129,11 +148,6 @@ fn check_vocabulary(logits: usize, tokenizer: &Tokenizer) -> Result<(), Failure>
         }));
     }
     Ok(())
-}
-
-fn probe_prompt(tokenizer: &Tokenizer) -> Vec<u32> {
-    let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
-    bos.into_iter().chain(tokenizer.encode(PROBE_TEXT, Specials::Plain)).collect()
 }
 
 /// Weighs the banks' appetite against what is free, before anything is allocated: one full sequence must fit, or no

@@ -11,6 +11,7 @@ mod boot;
 mod config;
 mod control;
 mod failure;
+mod late;
 mod listen;
 mod run;
 
