@@ -90,3 +90,32 @@ fn config_shows_all_three_sections_with_their_sources() {
     assert!(line("threads = 3").contains("# flag"), "{shown}");
     assert!(line("start-attempts = 5").contains("# default"), "{shown}");
 }
+
+#[test]
+fn every_setting_is_in_the_documentation_with_its_default() {
+    let sandbox = Sandbox::new();
+    let page = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/configuration.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let (shown, errors) = text(&sandbox.run("ds4", &["config"]));
+    assert!(!shown.is_empty(), "{errors}");
+    let mut rows = "";
+    let mut settings = 0;
+    for line in shown.lines() {
+        if let Some(section) = line.strip_prefix('[') {
+            let start = page.find(&format!("## [{section}")).unwrap_or_else(|| panic!("no {line} in the page"));
+            rows = page[start + 3..].split("\n## ").next().unwrap();
+            continue;
+        }
+        let unset = line.strip_prefix("# ").and_then(|l| l.strip_suffix(" is unset"));
+        let Some(key) = unset.or_else(|| line.split_once(" = ").map(|(key, _)| key)) else { continue };
+        let row = rows.lines().find(|r| r.starts_with(&format!("| `{key}` |")));
+        let row = row.unwrap_or_else(|| panic!("{key} is not in the page's section:\n{rows}"));
+        settings += 1;
+        // These two depend on the machine.
+        if let Some((_, rest)) = line.split_once(" = ").filter(|_| !["runtime-dir", "threads"].contains(&key)) {
+            let default = rest.strip_suffix(" # default").unwrap_or_else(|| panic!("not a default: {line}"));
+            assert!(row.contains(&format!("| `{default}` |")), "{key} has the default {default}; the page says {row}");
+        }
+    }
+    assert!(settings > 30, "only {settings} settings were compared");
+}

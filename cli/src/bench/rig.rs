@@ -62,7 +62,10 @@ impl RigArgs {
     pub fn conditions(&self) -> anyhow::Result<Value> {
         let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let cpu = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")).and_then(|l| l.split_once(": "));
-        let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        let busy = busy();
+        if busy > 0.1 {
+            eprintln!("warning: other work keeps {:.0} % of the CPUs busy; the figures will be too low", busy * 100.0);
+        }
         let model = self.model()?;
         Ok(json!({
             "ds4_version": env!("CARGO_PKG_VERSION"),
@@ -71,9 +74,25 @@ impl RigArgs {
             "context": self.ctx,
             "cpu": cpu.map(|(_, name)| name),
             "cpus": std::thread::available_parallelism()?.get(),
-            "load_average_before": load.split(' ').next(),
+            "cpu_busy_before": (busy * 1000.0).round() / 1000.0,
         }))
     }
+}
+
+/// Share of CPU time that was not idle over half a second, from the first line of /proc/stat. See proc_stat(5).
+fn busy() -> f64 {
+    let sample = || {
+        let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+        let ticks: Vec<f64> =
+            text.lines().next().unwrap_or_default().split_whitespace().skip(1).filter_map(|t| t.parse().ok()).collect();
+        // Fields 4 and 5 are idle and waiting for I/O.
+        let idle: f64 = ticks.iter().skip(3).take(2).sum();
+        (idle, ticks.iter().sum::<f64>())
+    };
+    let (idle_before, all_before) = sample();
+    std::thread::sleep(Duration::from_millis(500));
+    let (idle, all) = sample();
+    if all > all_before { 1.0 - (idle - idle_before) / (all - all_before) } else { 0.0 }
 }
 
 /// The private pair.
