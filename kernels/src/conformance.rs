@@ -363,6 +363,7 @@ impl<D: Device> Suite<'_, D> {
         let stored = |x: f32| match ty {
             StateType::F16 => f64::from(half::f16::from_f32(x).to_f32()),
             StateType::F32 => f64::from(x),
+            StateType::Fp8 { .. } | StateType::Fp4 => unreachable!("dense attention has no packed rows"),
         };
         let (width, kv_width) = (p.heads * p.head_dim, p.kv_heads * p.head_dim);
         for (r, q) in q.chunks_exact(width).enumerate() {

@@ -1,5 +1,7 @@
 //! State specs: what a family keeps per sequence. Bank allocation, commit, trim and accounting all derive from it.
 
+use crate::math::packed;
+
 /// Storage type of state rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateType {
@@ -7,14 +9,24 @@ pub enum StateType {
     F16,
     /// IEEE single precision.
     F32,
+    /// FP8 E4M3 with a power-of-two scale per 64 elements, and f16 for the trailing rotary part
+    /// ([`crate::math::packed`]): rows that were rounded so already.
+    Fp8 {
+        /// Trailing elements in f16.
+        rotary: usize,
+    },
+    /// FP4 E2M1 with a power-of-two scale per 32 elements: rows that were rounded so already.
+    Fp4,
 }
 
 impl StateType {
-    /// Bytes per element.
-    pub const fn bytes(self) -> usize {
+    /// Bytes of a row of `width` elements.
+    pub const fn row_bytes(self, width: usize) -> usize {
         match self {
-            StateType::F16 => 2,
-            StateType::F32 => 4,
+            StateType::F16 => width * 2,
+            StateType::F32 => width * 4,
+            StateType::Fp8 { rotary } => packed::fp8_row_bytes(width, rotary),
+            StateType::Fp4 => packed::fp4_row_bytes(width),
         }
     }
 }
@@ -95,10 +107,7 @@ impl StateKind {
 
     /// Bytes that `tokens` tokens need.
     pub const fn bytes(self, tokens: usize) -> Option<usize> {
-        match self.rows(tokens).checked_mul(self.width()) {
-            Some(elems) => elems.checked_mul(self.ty().bytes()),
-            None => None,
-        }
+        self.rows(tokens).checked_mul(self.ty().row_bytes(self.width()))
     }
 }
 
@@ -115,8 +124,8 @@ impl StateSpec {
         self.slots
             .iter()
             .map(|s| match *s {
-                StateKind::Append { width, ty } => width * ty.bytes(),
-                StateKind::Pooled { width, ty, tokens } => (width * ty.bytes()).div_ceil(tokens),
+                StateKind::Append { width, ty } => ty.row_bytes(width),
+                StateKind::Pooled { width, ty, tokens } => ty.row_bytes(width).div_ceil(tokens),
                 StateKind::Ring { .. } | StateKind::Fixed { .. } => 0,
             })
             .sum()

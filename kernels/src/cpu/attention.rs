@@ -61,7 +61,7 @@ impl HeadRows {
     /// Asks for the head's part of row `t`, which need not exist.
     #[inline(always)]
     fn prefetch(&self, t: usize) {
-        let size = self.ty.bytes();
+        let size = self.ty.row_bytes(1);
         let first = self.base.wrapping_add((t * self.stride + self.offset) * size);
         for at in (0..self.dim * size).step_by(64) {
             prefetch(first.wrapping_add(at));
@@ -208,6 +208,7 @@ fn chunk_impl<L: Lanes>(
     match u.keys.ty {
         StateType::F16 => chunk_of::<L, true>(u, chunk, tile, score, part),
         StateType::F32 => chunk_of::<L, false>(u, chunk, tile, score, part),
+        StateType::Fp8 { .. } | StateType::Fp4 => unreachable!("refused by `Device::attention`"),
     }
 }
 

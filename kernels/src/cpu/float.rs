@@ -1,55 +1,53 @@
-//! Products with weights that are multiplied as f32: plain floats, and any type without an integer path.
+//! Products with plain floats: F32, F16 and BF16 weights.
 //!
 //! Sixteen outputs form a *panel*. Its weights are decoded to f32 and transposed once (`tile[k][output]`), then meet every
 //! activation row. Per output and row: two running sums, over even and odd `k`, each in order, added at the end.
 
 use ds4_manifests::GgmlType;
 
-use crate::cpu::isa::{Isa, multiversion};
+use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N};
-use crate::quant;
 
-/// Decodes rows `rows` (16 at most) of `cols` elements into `tile[k][row]`; missing rows are zero.
-pub(crate) fn decode(
-    isa: Isa,
-    ty: GgmlType,
-    rows: &[&[u8]],
-    cols: usize,
-    rowwise: &mut Vec<f32>,
-    tile: &mut [[f32; N]],
-) {
-    let padded = cols.next_multiple_of(N);
-    if rowwise.len() < padded * N {
-        rowwise.resize(padded * N, 0.0);
-    }
-    let rowwise = &mut rowwise[..padded * N];
-    for (i, out) in rowwise.chunks_exact_mut(padded).enumerate() {
-        match rows.get(i) {
-            Some(row) => {
-                quant::dequantize_row(ty, row, &mut out[..cols]);
-                out[cols..].fill(0.0);
-            }
-            None => out.fill(0.0),
+/// Elements `at..at + 16` of a row of bytes; elements past its end are zero.
+#[inline(always)]
+fn load<L: Lanes>(ty: GgmlType, row: &[u8], at: usize) -> L {
+    #[inline(always)]
+    fn part<const B: usize>(row: &[u8], at: usize) -> [u8; B] {
+        if let Some(bytes) = row[at..].first_chunk() {
+            return *bytes;
         }
+        let mut bytes = [0; B];
+        bytes[..row.len() - at].copy_from_slice(&row[at..]);
+        bytes
     }
-    transpose(isa, rowwise, tile);
+    match ty {
+        GgmlType::F32 => L::load_bytes(&part(row, 4 * at)),
+        GgmlType::BF16 => L::load_bf16(&part(row, 2 * at)),
+        GgmlType::F16 => {
+            let bytes: [u8; 2 * N] = part(row, 2 * at);
+            L::load_f16(&std::array::from_fn(|i| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])))
+        }
+        other => panic!("{other} is not a plain float"),
+    }
 }
 
 #[inline(always)]
-fn transpose_impl<L: Lanes>(rowwise: &[f32], tile: &mut [[f32; N]]) {
-    let vectors = rowwise.len() / N / N;
-    let (rows, _) = rowwise.as_chunks::<N>();
-    for v in 0..vectors {
-        let mut m: [L; N] = std::array::from_fn(|i| L::load(&rows[i * vectors + v]));
+fn decode_impl<L: Lanes>(ty: GgmlType, rows: &[&[u8]], cols: usize, tile: &mut [[f32; N]]) {
+    for (at, out) in (0..cols).step_by(N).zip(tile.chunks_mut(N)) {
+        let mut m = [L::splat(0.0); N];
+        for (m, row) in m.iter_mut().zip(rows) {
+            *m = load(ty, row, at);
+        }
         L::transpose(&mut m);
-        for (x, out) in m.iter().zip(&mut tile[v * N..]) {
-            x.store(out);
+        for (m, out) in m.iter().zip(out) {
+            m.store(out);
         }
     }
 }
 
 multiversion! {
-    fn transpose = transpose_impl(rowwise: &[f32], tile: &mut [[f32; N]]);
+    /// Decodes `rows` (16 at most) of `cols` plain floats into `tile[k][row]`; missing rows are zero.
+    pub(crate) fn decode = decode_impl(ty: GgmlType, rows: &[&[u8]], cols: usize, tile: &mut [[f32; N]]);
 }
 
 #[inline(always)]

@@ -10,6 +10,7 @@
     reason = "bytes and bit fields"
 )]
 
+use crate::cpu::bytes::{B, Bytes};
 use crate::quant::grids::{self, IQ4_VALUES, even_signs};
 use crate::quant::{iq, k, u16_at, u32_at};
 
@@ -30,7 +31,7 @@ pub(crate) trait Format {
     const OFFSET: i32;
 
     /// Decodes `block`: `ELEMS` bytes of `q`, `ELEMS / SUB` of `scale` and, if [`Format::MIN`], of `min`.
-    fn decode(block: &[u8], q: &mut [u8], scale: &mut [f32], min: &mut [f32]);
+    fn decode<V: Bytes>(block: &[u8], q: &mut [u8], scale: &mut [f32], min: &mut [f32]);
 }
 
 /// Widens a half float without a table or a branch that would keep the loop around it scalar.
@@ -48,14 +49,28 @@ fn half_at(b: &[u8], at: usize) -> f32 {
     half(u16_at(b, at))
 }
 
-/// Low nibbles first, then high ones.
+/// 32 bytes of `src` from `at`.
 #[inline(always)]
-fn nibbles(src: &[u8], q: &mut [u8]) {
-    let (low, high) = q.split_at_mut(src.len());
-    for ((b, l), h) in src.iter().zip(low).zip(high) {
-        *l = b & 15;
-        *h = b >> 4;
-    }
+fn load<V: Bytes>(src: &[u8], at: usize) -> V {
+    V::load(src[at..].first_chunk().expect("bytes of a block"))
+}
+
+/// The nibbles of 16 bytes of `src` from `at`.
+#[inline(always)]
+fn nibbles<V: Bytes>(src: &[u8], at: usize) -> V {
+    V::nibbles(src[at..].first_chunk().expect("bytes of a block"))
+}
+
+/// Writes bytes `at..at + 32` of `q`.
+#[inline(always)]
+fn put<V: Bytes>(v: V, q: &mut [u8], at: usize) {
+    v.store(q[at..].first_chunk_mut().expect("bytes of a span"));
+}
+
+/// `(x >> n) & mask` per byte.
+#[inline(always)]
+fn field<V: Bytes>(x: V, n: u32, mask: u8) -> V {
+    x.shr(n).and(V::splat(mask))
 }
 
 macro_rules! format {
@@ -71,7 +86,7 @@ macro_rules! format {
             const OFFSET: i32 = $offset;
 
             #[inline(always)]
-            fn decode($b: &[u8], $q: &mut [u8], $scale: &mut [f32], $min_out: &mut [f32]) {
+            fn decode<V: Bytes>($b: &[u8], $q: &mut [u8], $scale: &mut [f32], $min_out: &mut [f32]) {
                 let ($b, $q) = (&$b[..$bytes], &mut $q[..$elems]);
                 $body
             }
@@ -82,31 +97,27 @@ macro_rules! format {
 format!(/// `d * (q - 8)`.
 Q4_0: 18, 32, 32, false, 8, |b, q, scale, _min| {
     scale[0] = half_at(b, 0);
-    nibbles(&b[2..], q);
+    put(nibbles::<V>(b, 2), q, 0);
 });
 format!(/// `d * q + m`.
 Q4_1: 20, 32, 32, true, 0, |b, q, scale, min| {
     (scale[0], min[0]) = (half_at(b, 0), half_at(b, 2));
-    nibbles(&b[4..], q);
+    put(nibbles::<V>(b, 4), q, 0);
 });
 format!(/// `d * (q - 16)`.
 Q5_0: 22, 32, 32, false, 16, |b, q, scale, _min| {
     scale[0] = half_at(b, 0);
-    nibbles(&b[6..], q);
-    fifth_bits(u32_at(b, 2), q);
+    put(nibbles::<V>(b, 6).or(V::expand(u32_at(b, 2), 16)), q, 0);
 });
 format!(/// `d * q + m`.
 Q5_1: 24, 32, 32, true, 0, |b, q, scale, min| {
     (scale[0], min[0]) = (half_at(b, 0), half_at(b, 2));
-    nibbles(&b[8..], q);
-    fifth_bits(u32_at(b, 4), q);
+    put(nibbles::<V>(b, 8).or(V::expand(u32_at(b, 4), 16)), q, 0);
 });
 format!(/// `d * q` with signed `q`.
 Q8_0: 34, 32, 32, false, 128, |b, q, scale, _min| {
     scale[0] = half_at(b, 0);
-    for (q, b) in q.iter_mut().zip(&b[2..]) {
-        *q = b ^ 0x80;
-    }
+    put(load::<V>(b, 2).xor(V::splat(0x80)), q, 0);
 });
 format!(/// `(d*sc) * q - dmin*m`.
 Q2K: 84, 256, 16, true, 0, |b, q, scale, min| {
@@ -115,7 +126,12 @@ Q2K: 84, 256, 16, true, 0, |b, q, scale, min| {
         scale[g] = d * f32::from(b[g] & 15);
         min[g] = -(dmin * f32::from(b[g] >> 4));
     }
-    two_bits(&b[16..80], q);
+    for h in 0..2 {
+        let low = load::<V>(b, 16 + 32 * h);
+        for s in 0..4 {
+            put(field(low, 2 * s as u32, 3), q, 128 * h + 32 * s);
+        }
+    }
 });
 format!(/// `(d*sc) * (q - 4)`.
 Q3K: 110, 256, 16, false, 4, |b, q, scale, _min| {
@@ -124,30 +140,32 @@ Q3K: 110, 256, 16, false, 4, |b, q, scale, _min| {
     for g in 0..16 {
         scale[g] = d * f32::from(scales[g]);
     }
-    two_bits(&b[32..96], q);
-    for (g, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-        for (q, high) in q.iter_mut().zip(&b[..32]) {
-            *q |= ((high >> g) & 1) << 2;
+    let high = load::<V>(b, 0);
+    for h in 0..2 {
+        let low = load::<V>(b, 32 + 32 * h);
+        for s in 0..4 {
+            let third = field(high, (4 * h + s) as u32, 1).shl(2);
+            put(field(low, 2 * s as u32, 3).or(third), q, 128 * h + 32 * s);
         }
     }
 });
 format!(/// `(d*sc) * q - dmin*m`.
 Q4K: 144, 256, 32, true, 0, |b, q, scale, min| {
     k_scales(b, scale, min);
-    for (q, b) in q.as_chunks_mut::<64>().0.iter_mut().zip(b[16..].as_chunks::<32>().0) {
-        nibbles(b, q);
+    for g in 0..4 {
+        let low = load::<V>(b, 16 + 32 * g);
+        put(field(low, 0, 15), q, 64 * g);
+        put(low.shr(4), q, 64 * g + 32);
     }
 });
 format!(/// `(d*sc) * q - dmin*m`.
 Q5K: 176, 256, 32, true, 0, |b, q, scale, min| {
     k_scales(b, scale, min);
-    for (q, b) in q.as_chunks_mut::<64>().0.iter_mut().zip(b[48..].as_chunks::<32>().0) {
-        nibbles(b, q);
-    }
-    for (g, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-        for (q, high) in q.iter_mut().zip(&b[16..48]) {
-            *q |= ((high >> g) & 1) << 4;
-        }
+    let high = load::<V>(b, 16);
+    for g in 0..4 {
+        let low = load::<V>(b, 48 + 32 * g);
+        put(field(low, 0, 15).or(field(high, 2 * g as u32, 1).shl(4)), q, 64 * g);
+        put(low.shr(4).or(field(high, 2 * g as u32 + 1, 1).shl(4)), q, 64 * g + 32);
     }
 });
 format!(/// `(d*sc) * (q - 32)`.
@@ -157,55 +175,53 @@ Q6K: 210, 256, 16, false, 32, |b, q, scale, _min| {
         scale[g] = d * f32::from(b[192 + g] as i8);
     }
     for h in 0..2 {
-        let (low, high) = (&b[64 * h..64 * (h + 1)], &b[128 + 32 * h..128 + 32 * (h + 1)]);
-        let q = &mut q[128 * h..128 * (h + 1)];
-        nibbles(low, q);
-        for (s, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-            for (q, high) in q.iter_mut().zip(high) {
-                *q |= ((high >> (2 * s)) & 3) << 4;
-            }
+        let high = load::<V>(b, 128 + 32 * h);
+        for s in 0..2 {
+            let low = load::<V>(b, 64 * h + 32 * s);
+            let upper = |s: usize| field(high, 2 * s as u32, 3).shl(4);
+            put(field(low, 0, 15).or(upper(s)), q, 128 * h + 32 * s);
+            put(low.shr(4).or(upper(s + 2)), q, 128 * h + 32 * (s + 2));
         }
     }
 });
 format!(/// `d * (0.5 + sc) / 4 * (q - 128)`.
 Iq2Xxs: 66, 256, 32, false, 128, |b, q, scale, _min| {
     let d = half_at(b, 0);
-    for (g, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+    for g in 0..8 {
         let at = 2 + 8 * g;
         let word = u32_at(b, at + 4);
         scale[g] = d * (0.5 + (word >> 28) as u8 as f32) * 0.25;
-        for (k, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            signed(q, &grids::IQ2_XXS[usize::from(b[at + k])], even_signs(((word >> (7 * k)) & 127) as u8));
-        }
+        let entries = std::array::from_fn::<_, 4, _>(|k| grids::IQ2_XXS[usize::from(b[at + k])]);
+        signed::<V>(entries.as_flattened(), sign_bytes(word), q, 32 * g);
     }
 });
 format!(/// `d * (0.5 + sc) / 4 * (q - 128)`.
 Iq2Xs: 74, 256, 16, false, 128, |b, q, scale, _min| {
     let d = half_at(b, 0);
-    for (g, q) in q.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+    for g in 0..16 {
         scale[g] = d * (0.5 + f32::from((b[66 + g / 2] >> (4 * (g % 2))) & 15)) * 0.25;
-        for (k, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let word = u16_at(b, 2 + 2 * (2 * g + k));
-            signed(q, &grids::IQ2_XS[usize::from(word & 511)], even_signs((word >> 9) as u8));
-        }
+    }
+    for g in 0..8 {
+        let words = std::array::from_fn::<_, 4, _>(|k| u16_at(b, 2 + 2 * (4 * g + k)));
+        let entries = words.map(|w| grids::IQ2_XS[usize::from(w & 511)]);
+        let signs = u32::from_le_bytes(words.map(|w| even_signs((w >> 9) as u8)));
+        signed::<V>(entries.as_flattened(), signs, q, 32 * g);
     }
 });
 format!(/// `d * (0.5 + sc) / 2 * (q - 128)`.
 Iq3Xxs: 98, 256, 32, false, 128, |b, q, scale, _min| {
     let d = half_at(b, 0);
-    for (g, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+    for g in 0..8 {
         let word = u32_at(b, 66 + 4 * g);
         scale[g] = d * (0.5 + (word >> 28) as u8 as f32) * 0.5;
-        for (k, q) in q.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-            let signs = even_signs(((word >> (7 * (k / 2))) & 127) as u8) >> (4 * (k % 2));
-            signed(q, &grids::IQ3_XXS[usize::from(b[2 + 8 * g + k])], signs);
-        }
+        let entries = std::array::from_fn::<_, 8, _>(|k| grids::IQ3_XXS[usize::from(b[2 + 8 * g + k])]);
+        signed::<V>(entries.as_flattened(), sign_bytes(word), q, 32 * g);
     }
 });
 format!(/// `d * (q - 128)`.
 Iq4Nl: 18, 32, 32, false, 128, |b, q, scale, _min| {
     scale[0] = half_at(b, 0);
-    values(&b[2..], q);
+    put(nibbles::<V>(b, 2).lookup(&IQ4_BYTES), q, 0);
 });
 format!(/// `(d*sc) * (q - 128)`.
 Iq4Xs: 136, 256, 32, false, 128, |b, q, scale, _min| {
@@ -213,54 +229,48 @@ Iq4Xs: 136, 256, 32, false, 128, |b, q, scale, _min| {
     let scales = iq::iq4_xs_scales(b.as_array().expect("136 bytes"));
     for g in 0..8 {
         scale[g] = d * f32::from(scales[g]);
-        values(&b[8 + 16 * g..8 + 16 * (g + 1)], &mut q[32 * g..32 * (g + 1)]);
+        put(nibbles::<V>(b, 8 + 16 * g).lookup(&IQ4_BYTES), q, 32 * g);
     }
 });
 format!(/// `d * (2*sc + 1) / 8 * (q - 128)`: codebook values and their shift of 1/8 in eighths.
 Iq1S: 50, 256, 32, false, 128, |b, q, scale, _min| {
     let d = half_at(b, 0);
-    for (g, q) in q.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+    for g in 0..8 {
         let word = u16_at(b, 34 + 2 * g);
         scale[g] = d * f32::from(2 * ((word >> 12) & 7) + 1) * iq::IQ1_DELTA;
-        for (k, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let index = u16::from(b[2 + 4 * g + k]) | (((word >> (3 * k)) & 7) << 8);
-            eighths(q, usize::from(index), word & 0x8000 != 0);
-        }
+        let entries = std::array::from_fn::<_, 4, _>(|k| {
+            grids::IQ1[usize::from(u16::from(b[2 + 4 * g + k]) | (((word >> (3 * k)) & 7) << 8))]
+        });
+        eighths::<V>(entries.as_flattened(), if word & 0x8000 == 0 { 0 } else { u32::MAX }, q, 32 * g);
     }
 });
 format!(/// `d * (2*sc + 1) / 8 * (q - 128)`, as [`Iq1S`].
 Iq1M: 56, 256, 16, false, 128, |b, q, scale, _min| {
     let d = iq::iq1_m_scale(b.as_array().expect("56 bytes"));
-    for (g, q) in q.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+    for g in 0..16 {
         let word = u16_at(b, 48 + 2 * (g / 4));
         scale[g] = d * f32::from(2 * ((word >> (3 * (g % 4))) & 7) + 1) * iq::IQ1_DELTA;
-        for (k, q) in q.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let high = b[32 + g] >> (4 * k);
-            eighths(q, usize::from(b[2 * g + k]) | (usize::from(high & 7) << 8), high & 8 != 0);
-        }
+    }
+    for g in 0..8 {
+        let high = std::array::from_fn::<_, 4, _>(|k| b[32 + 2 * g + k / 2] >> (4 * (k % 2)));
+        let entries = std::array::from_fn::<_, 4, _>(|k| {
+            grids::IQ1[usize::from(b[4 * g + k]) | (usize::from(high[k] & 7) << 8)]
+        });
+        let minus = u32::from_le_bytes(high.map(|h| if h & 8 == 0 { 0 } else { 0xff }));
+        eighths::<V>(entries.as_flattened(), minus, q, 32 * g);
     }
 });
 
-/// Adds bit `j` of `high` as the fifth bit of element `j`.
-#[inline(always)]
-fn fifth_bits(high: u32, q: &mut [u8]) {
-    for (j, q) in q.iter_mut().enumerate() {
-        *q |= ((high >> j) & 1) as u8 * 16;
+/// [`IQ4_VALUES`], counted from 128.
+const IQ4_BYTES: [u8; 16] = {
+    let mut bytes = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        bytes[i] = IQ4_VALUES[i].cast_unsigned() ^ 0x80;
+        i += 1;
     }
-}
-
-/// Elements `128h + 32s + j` from byte `32h + j`, bits `2s`.
-#[inline(always)]
-fn two_bits(src: &[u8], q: &mut [u8]) {
-    for h in 0..2 {
-        for s in 0..4 {
-            let q = &mut q[128 * h + 32 * s..128 * h + 32 * (s + 1)];
-            for (q, b) in q.iter_mut().zip(&src[32 * h..32 * (h + 1)]) {
-                *q = (b >> (2 * s)) & 3;
-            }
-        }
-    }
-}
+    bytes
+};
 
 /// Scales and minimums of Q4_K and Q5_K.
 #[inline(always)]
@@ -273,31 +283,32 @@ fn k_scales(b: &[u8], scale: &mut [f32], min: &mut [f32]) {
     }
 }
 
-/// A codebook entry with signs, counted from 128.
+/// The four sign bytes of a word of 7-bit indices.
 #[inline(always)]
-fn signed<const E: usize>(q: &mut [u8; E], entry: &[i8; E], signs: u8) {
-    for j in 0..E {
-        let flip = 0u8.wrapping_sub((signs >> j) & 1);
-        q[j] = ((entry[j] as u8) ^ flip).wrapping_sub(flip) ^ 0x80;
-    }
+fn sign_bytes(word: u32) -> u32 {
+    u32::from_le_bytes(std::array::from_fn(|k| even_signs(((word >> (7 * k)) & 127) as u8)))
 }
 
-/// A list of values by nibbles, counted from 128.
+/// 32 codebook values, as bytes.
 #[inline(always)]
-fn values(src: &[u8], q: &mut [u8]) {
-    for (j, b) in src.iter().enumerate() {
-        q[j] = IQ4_VALUES[usize::from(b & 15)] as u8 ^ 0x80;
-        q[j + 16] = IQ4_VALUES[usize::from(b >> 4)] as u8 ^ 0x80;
-    }
+fn entries<V: Bytes>(values: &[i8]) -> V {
+    let values: &[i8; B] = values.as_array().expect("entries for 32 elements");
+    V::load(&values.map(i8::cast_unsigned))
 }
 
-/// An IQ1 codebook entry plus or minus 1/8, in eighths, counted from 128.
+/// 32 codebook values, negative where a bit of `signs` is set, counted from 128.
 #[inline(always)]
-fn eighths(q: &mut [u8; 8], index: usize, minus: bool) {
-    let delta = if minus { 127u8 } else { 129 };
-    for (q, v) in q.iter_mut().zip(&grids::IQ1[index]) {
-        *q = ((*v as u8) << 3).wrapping_add(delta);
-    }
+fn signed<V: Bytes>(values: &[i8], signs: u32, q: &mut [u8], at: usize) {
+    let flip = V::expand(signs, 0xff);
+    put(entries::<V>(values).xor(flip).sub(flip).xor(V::splat(0x80)), q, at);
+}
+
+/// 32 IQ1 codebook values plus 1/8, or minus 1/8 where a bit of `minus` is set, in eighths counted from 128.
+#[inline(always)]
+fn eighths<V: Bytes>(values: &[i8], minus: u32, q: &mut [u8], at: usize) {
+    // 8v + 1 - 2 (where minus) + 128; subtracting the negated constants keeps to one operation.
+    let base = entries::<V>(values).shl(3).sub(V::splat(127));
+    put(base.sub(V::expand(minus, 2)), q, at);
 }
 
 /// Calls a generic function with the [`Format`] of a tensor type; `None` for types without one (plain floats).
@@ -352,7 +363,7 @@ mod tests {
         for block in bytes.chunks_exact(F::BYTES) {
             quant::dequantize_row(ty, block, &mut want);
             let (mut q, mut scale, mut min) = ([0; SPAN], [0.0; 16], [0.0; 16]);
-            F::decode(block, &mut q, &mut scale, &mut min);
+            F::decode::<crate::cpu::bytes::PortableBytes>(block, &mut q, &mut scale, &mut min);
             for (i, want) in want.iter().enumerate() {
                 let g = i / F::SUB;
                 let product = scale[g] * (i32::from(q[i]) - F::OFFSET) as f32;

@@ -12,11 +12,17 @@
     reason = "bit patterns of floats"
 )]
 
+use crate::cpu::bytes::{Bytes, PortableBytes};
+
 /// Number of lanes.
 pub(crate) const N: usize = 16;
 
 /// Sixteen f32 lanes.
 pub(crate) trait Lanes: Copy {
+    /// Byte vectors of the same instruction set.
+    type Bytes: Bytes;
+    /// Loads 16 bfloat16 numbers, little-endian.
+    fn load_bf16(src: &[u8; 2 * N]) -> Self;
     /// All lanes `x`.
     fn splat(x: f32) -> Self;
     /// Loads 16 floats.
@@ -104,6 +110,11 @@ impl Portable {
 }
 
 impl Lanes for Portable {
+    type Bytes = PortableBytes;
+    #[inline(always)]
+    fn load_bf16(src: &[u8; 2 * N]) -> Self {
+        Self(std::array::from_fn(|i| f32::from_bits(u32::from_le_bytes([0, 0, src[2 * i], src[2 * i + 1]]))))
+    }
     #[inline(always)]
     fn splat(x: f32) -> Self {
         Self([x; N])
@@ -192,6 +203,7 @@ mod x86 {
     use std::arch::x86_64::*;
 
     use super::{Lanes, N};
+    use crate::cpu::bytes::Avx2Bytes;
 
     /// One 512-bit register.
     #[derive(Clone, Copy)]
@@ -201,6 +213,14 @@ mod x86 {
     // the instructions exist because the methods only run inside the wrappers of `multiversion!` (module contract).
     #[allow(clippy::undocumented_unsafe_blocks, reason = "one contract for the whole impl, stated above")]
     impl Lanes for Avx512 {
+        type Bytes = Avx2Bytes;
+        #[inline(always)]
+        fn load_bf16(src: &[u8; 2 * N]) -> Self {
+            unsafe {
+                let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(src.as_ptr().cast()));
+                Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
+            }
+        }
         #[inline(always)]
         fn splat(x: f32) -> Self {
             unsafe { Self(_mm512_set1_ps(x)) }
@@ -311,6 +331,17 @@ mod x86 {
     // SAFETY (for every block below): as for `Avx512`.
     #[allow(clippy::undocumented_unsafe_blocks, reason = "one contract for the whole impl, stated above")]
     impl Lanes for Avx2 {
+        type Bytes = Avx2Bytes;
+        #[inline(always)]
+        fn load_bf16(src: &[u8; 2 * N]) -> Self {
+            unsafe {
+                let half = |at: usize| {
+                    let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(src.as_ptr().add(at).cast()));
+                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+                };
+                Self(half(0), half(16))
+            }
+        }
         #[inline(always)]
         fn splat(x: f32) -> Self {
             unsafe { Self(_mm256_set1_ps(x), _mm256_set1_ps(x)) }

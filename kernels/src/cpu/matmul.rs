@@ -26,7 +26,6 @@ const PARALLEL_ROWS: usize = 8;
 #[derive(Default)]
 struct Scratch {
     panel: Panel,
-    rowwise: Vec<f32>,
     tile: Vec<[f32; N]>,
     out: Vec<[f32; N]>,
 }
@@ -82,7 +81,7 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
                     if s.tile.len() < tile_len {
                         s.tile.resize(tile_len, [0.0; N]);
                     }
-                    float::decode(device.isa, w.ty, &weight_rows[..outputs], w.cols, &mut s.rowwise, &mut s.tile);
+                    float::decode(device.isa, w.ty, &weight_rows[..outputs], w.cols, &mut s.tile);
                     float::product(device.isa, &x.data()[r0 * w.cols..r1 * w.cols], w.cols, &s.tile, result);
                 } else {
                     s.panel.unpack(device.isa, w.ty, &weight_rows[..outputs], w.cols);

@@ -5,6 +5,7 @@
 
 pub(crate) mod attention;
 pub(crate) mod bank;
+pub(crate) mod bytes;
 pub(crate) mod compress;
 pub(crate) mod dot;
 #[cfg(target_arch = "x86_64")]
@@ -41,7 +42,7 @@ use ds4_os::SharedBytes;
 use crate::device::{Attention, Device, DeviceError, Rope, TensorSource};
 use crate::plan::BatchPlan;
 use crate::quant;
-use crate::state::StateSpec;
+use crate::state::{StateSpec, StateType};
 use attention::SpanView;
 use bank::BankView;
 pub use bank::CpuBank;
@@ -435,6 +436,10 @@ impl Device for CpuDevice {
             assert_eq!(b.slot(p.k_slot).ty, b.slot(p.v_slot).ty, "keys and values of one storage type");
             for slot in [p.k_slot, p.v_slot] {
                 assert_eq!(b.slot(slot).width, p.kv_heads * p.head_dim, "state rows of another width");
+                assert!(
+                    matches!(b.slot(slot).ty, StateType::F16 | StateType::F32),
+                    "packed rows have no dense attention"
+                );
             }
         }
         out.resize(q.rows);

@@ -122,7 +122,7 @@ fn unpack_format<L: Lanes, F: Format>(wide: bool, rows: &[&[u8]], blocks: usize,
             let src = &row[first * BLOCK / F::ELEMS * F::BYTES..];
             let subs = F::ELEMS / F::SUB;
             for (u, block) in src.chunks_exact(F::BYTES).take(units).enumerate() {
-                F::decode(
+                F::decode::<L::Bytes>(
                     block,
                     &mut staging.q[i][u * F::ELEMS..],
                     &mut staging.scale[i][u * subs..],

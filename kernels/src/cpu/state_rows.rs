@@ -3,6 +3,7 @@
 use crate::cpu::bank::BankView;
 use crate::cpu::elementwise;
 use crate::cpu::isa::Isa;
+use crate::math::packed;
 use crate::state::{StateKind, StateType};
 
 /// Row index of the storage that holds `row`: a ring wraps around.
@@ -28,6 +29,16 @@ pub(crate) fn fixed(bank: &BankView, slot: usize) -> &mut [f32] {
     unsafe { std::slice::from_raw_parts_mut(bank.rows(slot).cast::<f32>(), kind.width()) }
 }
 
+/// The bytes of a packed row; `row` was checked by [`place`].
+#[allow(clippy::mut_from_ref, reason = "bank memory is raw; who reads and writes when is said at `fixed`")]
+fn packed_row(bank: &BankView, slot: usize, row: usize) -> &mut [u8] {
+    let s = bank.slot(slot);
+    let len = s.ty.row_bytes(s.width);
+    // SAFETY: the row is inside the slot; during a step only one operation at a time touches the bank, and it writes each row
+    // from one unit of work.
+    unsafe { std::slice::from_raw_parts_mut(bank.rows(slot).add(row * len), len) }
+}
+
 /// Reads row `row` of `slot` as f32.
 pub(crate) fn read(bank: &BankView, slot: usize, row: usize, out: &mut [f32]) {
     let s = bank.slot(slot);
@@ -46,6 +57,8 @@ pub(crate) fn read(bank: &BankView, slot: usize, row: usize, out: &mut [f32]) {
             // SAFETY: as above.
             out.copy_from_slice(unsafe { std::slice::from_raw_parts(base.cast::<f32>().add(at), s.width) });
         }
+        StateType::Fp8 { rotary } => packed::load_fp8(packed_row(bank, slot, at / s.width), rotary, out),
+        StateType::Fp4 => packed::load_fp4(packed_row(bank, slot, at / s.width), out),
     }
 }
 
@@ -67,5 +80,7 @@ pub(crate) fn write(isa: Isa, bank: &BankView, slot: usize, pos: usize, x: &[f32
             let row = unsafe { std::slice::from_raw_parts_mut(base.cast::<f32>().add(pos * s.width), s.width) };
             row.copy_from_slice(x);
         }
+        StateType::Fp8 { rotary } => packed::store_fp8(x, rotary, packed_row(bank, slot, pos)),
+        StateType::Fp4 => packed::store_fp4(x, packed_row(bank, slot, pos)),
     }
 }

@@ -11,7 +11,7 @@ pub const FP8_BLOCK: usize = 64;
 pub const FP4_BLOCK: usize = 32;
 
 /// Smallest power of two that is at least `x`, for positive normal or subnormal `x` (exact: works on the bits).
-fn pow2_ceil(x: f32) -> f32 {
+pub(crate) fn pow2_ceil(x: f32) -> f32 {
     let bits = x.to_bits();
     if bits < 0x0080_0000 {
         // Subnormal: a single set bit is already a power of two; otherwise the next higher bit is.

@@ -1,13 +1,12 @@
 //! The llama family against transformers on the starter model (tests/oracles/smollm2_logits.py).
 //!
-//! Bounds are made as in tiny_llama.rs. Here int8 activations weigh more (0.18 to 0.31 relative): 16 bits are 256 times finer, so
-//! a fiftieth is allowed.
+//! Bounds as in tiny_llama.rs: twice the error that 16-bit activations and f16 K/V rows cause in the reference itself.
 
 mod support;
 
 use support::{Lone, argmax, errors, fixture, json, starter_path, tokens};
 
-const SLACK: f64 = 0.02;
+const SLACK: f64 = 2.0;
 
 #[test]
 fn logits_and_greedy_continuations_agree_with_transformers() {
@@ -26,15 +25,15 @@ fn logits_and_greedy_continuations_agree_with_transformers() {
         let name = case["name"].as_str().unwrap();
         let (prompt, greedy) = (tokens(&case["tokens"]), tokens(&case["greedy"]));
         assert_eq!(greedy.len(), 64);
-        let bound = |key: &str| SLACK * case["int8_error"][key].as_f64().unwrap();
+        let bound = |key: &str| SLACK * case["int16_error"][key].as_f64().unwrap();
 
         // One shot over prompt and continuation: every position's logits.
         let mut sequence = prompt.clone();
         sequence.extend(&greedy[..63]);
         let whole = lone.all_logits(&sequence, sequence.len());
         let (rel, abs) = errors(&whole[prompt.len() - 1], want_last);
-        println!("{name}: {} tokens, rel {rel:.4} of {:.4}, abs {abs:.3}", prompt.len(), bound("rel_worst") / SLACK);
-        assert!(rel <= bound("rel_worst") && abs <= bound("max_abs_worst"), "{name}: rel {rel}, abs {abs}");
+        println!("{name}: {} tokens, rel {rel:.4} of {:.4}, abs {abs:.3}", prompt.len(), bound("last_rel") / SLACK);
+        assert!(rel <= bound("last_rel") && abs <= bound("last_max_abs"), "{name}: rel {rel}, abs {abs}");
         for (position, best) in case["inside"].as_object().unwrap() {
             for pair in best.as_array().unwrap() {
                 let id = usize::try_from(pair[0].as_u64().unwrap()).unwrap();

@@ -1,14 +1,14 @@
 //! The llama family against transformers on a tiny random model (tests/oracles/tiny_llama.py).
 //!
-//! Bounds: the fixture has the error that int8 activations and f16 K/V rows cause by themselves, emulated in the reference.
-//! The CPU device keeps activations to at least 16 bits, so a tenth of that is allowed: what is left is mostly the f16 rows.
-//! A wrong RoPE pairing, scale or head mapping is off by 1 and more.
+//! Bounds: the fixture has the error that 16-bit activations and f16 K/V rows cause by themselves, emulated in the reference.
+//! Ours rounds the same way at slightly different places, so its error is of the same size but not the same: twice that is
+//! allowed. A wrong RoPE pairing, scale or head mapping is off by 1 and more.
 
 mod support;
 
 use support::{Lone, argmax, errors, fixture, floats, json, tokens};
 
-const SLACK: f64 = 0.1;
+const SLACK: f64 = 2.0;
 
 fn tiny() -> Lone {
     Lone::load(&fixture("tiny-llama/tiny-llama.gguf"))
@@ -20,8 +20,8 @@ fn logits_agree_with_transformers() {
     for case in json("tiny-llama/logits.json")["cases"].as_array().unwrap() {
         let prompt = tokens(&case["tokens"]);
         let ours = lone.all_logits(&prompt, prompt.len());
-        let worst_rel = case["int8_error"]["rel_worst"].as_f64().unwrap();
-        let worst_abs = case["int8_error"]["max_abs_worst"].as_f64().unwrap();
+        let worst_rel = case["int16_error"]["rel_worst"].as_f64().unwrap();
+        let worst_abs = case["int16_error"]["max_abs_worst"].as_f64().unwrap();
         for (row, want) in case["rows"].as_object().unwrap() {
             let (rel, abs) = errors(&ours[row.parse::<usize>().unwrap()], &floats(want));
             println!("{} row {row}: rel {rel:.4} of {worst_rel:.4}, abs {abs:.3} of {worst_abs:.3}", case["name"]);
