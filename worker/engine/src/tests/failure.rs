@@ -52,14 +52,19 @@ fn the_context_is_never_longer_than_the_model_was_trained_for() {
 
 #[test]
 fn a_step_error_fails_everyone_and_the_engine() {
+    let (both_submitted, wait) = channel::<()>();
     let mut steps = 0;
     let model = MockModel::hashing().before(Box::new(move |_| {
         steps += 1;
+        if steps == 1 {
+            wait.recv().unwrap();
+        }
         if steps == 5 { Err(ModelError::Bind("cosmic ray".into())) } else { Ok(()) }
     }));
     let engine = start(model, EngineConfig { max_batch: 1, ..small() });
     let running = engine.submit(request(&[1], 50)).unwrap();
     let queued = engine.submit(request(&[2], 50)).unwrap();
+    both_submitted.send(()).unwrap();
     let want = EngineError::Internal("cosmic ray".into());
     assert_eq!(hear(running).error(), want);
     assert_eq!(hear(queued).error(), want);
