@@ -106,6 +106,7 @@ pub fn f16_round_trip(row: &mut [f32]) {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation, reason = "test values are rounded to f32 on purpose")]
 mod tests {
     use super::*;
 

@@ -129,6 +129,7 @@ pub fn load_fp4(bytes: &[u8], row: &mut [f32]) {
 }
 
 #[cfg(test)]
+#[allow(clippy::cast_possible_truncation, reason = "test values are rounded to f32 on purpose")]
 mod tests {
     use super::*;
     use crate::math::lowp;
