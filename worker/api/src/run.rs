@@ -63,19 +63,18 @@ enum Step {
 
 impl Run {
     /// Submits every sequence of `job`. When one is refused those before it are cancelled.
-    fn submit(
-        job: &Job,
-        backend: Arc<dyn Backend>,
-        mut tracker: Tracker,
-        limits: Limits,
-    ) -> Result<Self, (ApiError, Tracker)> {
+    fn submit(job: &Job, backend: Arc<dyn Backend>, mut tracker: Tracker, limits: Limits) -> Result<Self, ApiError> {
         let mut events = SelectAll::new();
         for (index, request) in job.requests(tracker.id()).into_iter().enumerate() {
             match backend.submit(request) {
                 // The end of a stream is made visible: one that ends without a last event must not hang its request.
                 Ok(stream) => events
                     .push(stream.map(Some).chain(futures_util::stream::iter([None])).map(move |e| (index, e)).boxed()),
-                Err(e) => return Err((e.into(), tracker)),
+                Err(e) => {
+                    let e = e.into();
+                    tracker.fail(&e);
+                    return Err(e);
+                }
             }
         }
         tracker.submitted(job.prompt_tokens(), job.choices(), job.common.stream);
@@ -157,7 +156,7 @@ fn timed_out(limits: Limits) -> ApiError {
     )
 }
 
-/// Submits `job` and answers it. The error carries no tracker: its completion line is written.
+/// Submits `job` and answers it. However it ends, its completion line is written.
 ///
 /// # Errors
 /// Refusals, and failures of a request that is not streamed.
@@ -168,13 +167,7 @@ pub async fn answer(
     tracker: Tracker,
     limits: Limits,
 ) -> Result<Response, ApiError> {
-    let run = match Run::submit(&job, backend, tracker, limits) {
-        Ok(run) => run,
-        Err((e, mut tracker)) => {
-            tracker.fail(&e);
-            return Err(e);
-        }
-    };
+    let run = Run::submit(&job, backend, tracker, limits)?;
     if job.common.stream {
         return Ok(event_stream(run, wire, limits));
     }

@@ -90,8 +90,12 @@ pub async fn serve(api: Arc<Api>, listener: TcpListener, inherited: bool) -> io:
                     let open = Arc::clone(&open);
                     tokio::spawn(async move {
                         // Caught, so that a panic cannot leave the count too high and the drain without an end.
-                        let _ = std::panic::AssertUnwindSafe(task).catch_unwind().await;
+                        let ended = std::panic::AssertUnwindSafe(task).catch_unwind().await;
                         open.send_modify(|n| *n -= 1);
+                        // All is said; a drain need not wait for the peer to hang up.
+                        if let Ok(Some(conn)) = ended {
+                            conn.linger(LINGER).await;
+                        }
                         drop(slot);
                     });
                 }
@@ -107,8 +111,8 @@ pub async fn serve(api: Arc<Api>, listener: TcpListener, inherited: bool) -> io:
     }
 }
 
-/// Serves one connection to its end.
-async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) {
+/// Serves one connection to its last byte; what is returned wants to be closed gently.
+async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) -> Option<Arc<Conn>> {
     // Events are small and must not wait for an acknowledgement.
     if let Err(e) = stream.set_nodelay(true) {
         tracing::debug!("set_nodelay: {e}");
@@ -142,7 +146,7 @@ async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) {
                 // A moment, for the answer to a short request of a client that only closed its sending side.
                 match tokio::time::timeout(HALF_CLOSE_GRACE, http.as_mut()).await {
                     Ok(result) => break result,
-                    Err(_) => return,
+                    Err(_) => return None,
                 }
             }
             // The guard that `wait_for` returns must not live across the other arms' awaits.
@@ -172,7 +176,7 @@ async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) {
         tracing::info!(target: "ds4::request", id = %id.0, surface = "http", status = error.status.as_u16(), outcome = error.code, "request");
         conn.last_words(&by_hand(&error, &id));
     }
-    conn.linger(LINGER).await;
+    Some(conn)
 }
 
 /// Answers one request.

@@ -110,10 +110,8 @@ impl Tracker {
             self.ttft = Some(took);
             self.metrics.first_token(self.surface, took);
         }
-        if let Some(last) = self.last_token.get_mut(index) {
-            if let Some(before) = last.replace(now) {
-                self.metrics.next_token(self.surface, now - before);
-            }
+        if let Some(before) = self.last_token.get_mut(index).and_then(|last| last.replace(now)) {
+            self.metrics.next_token(self.surface, now - before);
         }
     }
 

@@ -129,3 +129,57 @@ async fn a_draining_server_says_so_finishes_what_runs_and_ends() {
     drop(running);
     tokio::time::timeout(Duration::from_secs(5), server.task).await.unwrap().unwrap().unwrap();
 }
+
+/// Bodies mutated at random: whatever comes, a parser answers with a job or a typed error, and never panics.
+#[test]
+fn s4_mutated_bodies_never_panic() {
+    let backend: Arc<dyn crate::Backend> = Arc::new(Script::default());
+    let seeds: [&[u8]; 3] = [
+        br#"{"model":"scripted","messages":[{"role":"user","content":[{"type":"text","text":"h\u00e9"}]}],"n":2,"seed":-5,
+            "stop":["a","b"],"logit_bias":{"5":-100},"logprobs":true,"top_logprobs":3,"stream":true,"temperature":0.5}"#,
+        br#"{"prompt":[[1,2],[3]],"max_tokens":7,"logprobs":2,"stream_options":null,"top_p":1e0,"echo":false}"#,
+        br#"{"prompt":["a","b\ud83d\ude00"],"n":3,"best_of":3,"suffix":"","response_format":{"type":"text"}}"#,
+    ];
+    // A linear congruential generator (Knuth's MMIX constants): the same bodies on every run.
+    let mut state = 1u64;
+    let mut random = |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(state >> 33).unwrap() % below
+    };
+    let pieces: [&[u8]; 12] =
+        [b"[", b"]", b"{", b"}", b"\"", b",", b":", b"null", b"1e999", b"-0", b"\\u0000", b"\xff\xfe"];
+    let (mut jobs, mut errors) = (0, 0);
+    for round in 0..30_000 {
+        let mut body = seeds[round % seeds.len()].to_vec();
+        for _ in 0..random(4) {
+            let at = random(body.len());
+            match random(4) {
+                0 => body[at] = u8::try_from(random(256)).unwrap(),
+                1 => drop(body.drain(at..(at + 1 + random(8)).min(body.len()))),
+                2 => drop(body.splice(at..at, pieces[random(pieces.len())].iter().copied())),
+                _ => {
+                    let end = (at + random(30)).min(body.len());
+                    let copy = body[at..end].to_vec();
+                    let to = random(body.len());
+                    body.splice(to..to, copy);
+                }
+            }
+            if body.is_empty() {
+                body.push(b'{');
+            }
+        }
+        for parse in [crate::chat::parse, crate::completions::parse] {
+            match parse(&body, 16, &backend) {
+                Ok(job) => {
+                    assert!(!job.prompts.is_empty() && (1..=128).contains(&job.choices()));
+                    jobs += 1;
+                }
+                Err(e) => {
+                    assert!(e.status.is_client_error() && serde_json::from_slice::<Value>(&e.to_json()).is_ok());
+                    errors += 1;
+                }
+            }
+        }
+    }
+    assert!(jobs > 500 && errors > 500, "the mutations reach both sides: {jobs} jobs, {errors} errors");
+}
