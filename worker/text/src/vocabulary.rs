@@ -3,6 +3,7 @@
 use ds4_manifests::Metadata;
 
 use crate::byte_level;
+use crate::deepseek_v4;
 use crate::error::TextError;
 
 /// A token's type, as numbered in `tokenizer.ggml.token_type`.
@@ -37,14 +38,15 @@ impl Vocabulary {
         v.ends.reserve_exact(tokens.len());
         v.kinds.reserve_exact(tokens.len());
         v.bytes.reserve(tokens.len() * 8);
+        let deepseek = deepseek_v4::is_tokenizer(m);
         for (i, token) in tokens.iter().enumerate() {
             let text = std::str::from_utf8(token)
                 .map_err(|_| TextError::Damaged { what: format!("token {i} is not UTF-8") })?;
             let kind = match types.and_then(|t| t.get(i)) {
-                None | Some(1 | 5 | 6) => Kind::Text,
-                Some(2 | 3) => Kind::Control,
-                Some(4) => Kind::UserDefined,
-                Some(t) => return Err(TextError::Damaged { what: format!("token {i} has type {t}") }),
+                _ if deepseek && deepseek_v4::is_control(text) => Kind::Control,
+                // Converters call `<think>` and the like user-defined, which a user's text could become.
+                Some(4) if deepseek => Kind::Control,
+                other => kind_of(other.copied(), i)?,
             };
             match kind {
                 Kind::Text => byte_level::decode_into(text, &mut v.bytes),
@@ -87,14 +89,30 @@ impl Vocabulary {
     }
 }
 
+fn kind_of(kind: Option<i64>, token: usize) -> Result<Kind, TextError> {
+    match kind {
+        None | Some(1 | 5 | 6) => Ok(Kind::Text),
+        Some(2 | 3) => Ok(Kind::Control),
+        Some(4) => Ok(Kind::UserDefined),
+        Some(t) => Err(TextError::Damaged { what: format!("token {token} has type {t}") }),
+    }
+}
+
 /// The strings of a model's control tokens, without building a [`Vocabulary`].
 pub(crate) fn control_strings(m: &Metadata) -> Vec<String> {
-    let (Some(tokens), Some(types)) = (m.strings("tokenizer.ggml.tokens"), m.ints("tokenizer.ggml.token_type")) else {
-        return Vec::new();
+    let Some(tokens) = m.strings("tokenizer.ggml.tokens") else { return Vec::new() };
+    let types = m.ints("tokenizer.ggml.token_type").unwrap_or(&[]);
+    let deepseek = deepseek_v4::is_tokenizer(m);
+    let control = |i: usize, token: &[u8]| match types.get(i) {
+        Some(2 | 3) => true,
+        kind if deepseek => kind == Some(&4) || std::str::from_utf8(token).is_ok_and(deepseek_v4::is_control),
+        _ => false,
     };
-    (0..types.len())
-        .filter(|i| matches!(types[*i], 2 | 3))
-        .filter_map(|i| String::from_utf8(tokens.get(i)?.to_vec()).ok())
+    tokens
+        .iter()
+        .enumerate()
+        .filter(|(i, token)| control(*i, token))
+        .filter_map(|(_, token)| String::from_utf8(token.to_vec()).ok())
         .filter(|s| !s.is_empty())
         .collect()
 }

@@ -1,4 +1,4 @@
-//! Conversations and their rendering with a model's own template.
+//! Conversations and their rendering with a model's own template, or with the encoder of its family.
 //!
 //! A user's text can never become a control token: before rendering, every control-token string in a user's strings (and
 //! every part of one that could complete to one beside its neighbours) is replaced by a stand-in with a random number that
@@ -11,9 +11,16 @@ mod static_check;
 mod template;
 
 pub use guard::RenderedPrompt;
-pub use template::ChatTemplate;
+pub(crate) use guard::{ControlStrings, Guard, Role};
+pub(crate) use python::float_repr;
+pub(crate) use template::part_text;
 
+use ds4_manifests::Metadata;
 use serde_json::{Map, Value};
+
+use crate::deepseek_v4::{self, Thinking};
+use crate::error::TextError;
+use template::JinjaTemplate;
 
 /// What a message says.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -72,6 +79,11 @@ pub struct ChatInput {
     pub tools: Option<Value>,
     /// End the prompt where the assistant's answer begins.
     pub add_generation_prompt: bool,
+    /// How much the model should think, for a family with a choice (DeepSeek V4). `None`: what `variables` say, else
+    /// [`Thinking::None`], whose answer needs nobody to tell reasoning from content.
+    pub thinking: Option<Thinking>,
+    /// JSON schema that the answer must follow, as far as a prompt can ask for it (DeepSeek V4).
+    pub response_format: Option<Value>,
     /// Further variables for the template (`chat_template_kwargs`), such as `enable_thinking`.
     pub variables: Map<String, Value>,
 }
@@ -80,5 +92,44 @@ impl ChatInput {
     /// A conversation whose answer is wanted.
     pub fn of(messages: Vec<ChatMessage>) -> Self {
         Self { messages, add_generation_prompt: true, ..Self::default() }
+    }
+}
+
+/// How a model's prompts are made: its own Jinja template, or the encoder of its family. Shared between threads.
+#[derive(Debug)]
+pub struct ChatTemplate(Layout);
+
+#[derive(Debug)]
+enum Layout {
+    Jinja(Box<JinjaTemplate>),
+    DeepSeekV4(deepseek_v4::Encoder),
+}
+
+impl ChatTemplate {
+    /// For DeepSeek V4 (`general.architecture` = `deepseek4`) the layout that its makers published; else compiles
+    /// `tokenizer.chat_template` and renders trial conversations with it.
+    ///
+    /// # Errors
+    /// [`TextError::NoChatTemplate`] when the model has none; [`TextError::BadTemplate`], with the line, when it does not
+    /// compile, uses something that does not exist, or fails on one user message; [`TextError::Damaged`] for a DeepSeek V4
+    /// vocabulary that lacks a control token.
+    pub fn compile(m: &Metadata) -> Result<Self, TextError> {
+        Ok(Self(if deepseek_v4::is_model(m) {
+            Layout::DeepSeekV4(deepseek_v4::Encoder::new(m)?)
+        } else {
+            Layout::Jinja(Box::new(JinjaTemplate::compile(m)?))
+        }))
+    }
+
+    /// Renders a conversation.
+    ///
+    /// # Errors
+    /// [`TextError::Refused`] when the template refuses it, [`TextError::UnsupportedPart`] for a part that is not text,
+    /// [`TextError::RenderFailed`] when the template fails.
+    pub fn render(&self, input: &ChatInput) -> Result<RenderedPrompt, TextError> {
+        match &self.0 {
+            Layout::Jinja(template) => template.render(input),
+            Layout::DeepSeekV4(encoder) => encoder.render(input),
+        }
     }
 }

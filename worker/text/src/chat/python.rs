@@ -6,7 +6,7 @@ use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
 
 /// CPython's shortest `repr` of a float: exponent form below 1e-4 and from 1e16.
-fn float_repr(f: f64) -> String {
+pub(crate) fn float_repr(f: f64) -> String {
     if f.is_nan() {
         return "nan".into();
     }

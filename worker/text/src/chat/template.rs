@@ -31,9 +31,9 @@ impl fmt::Display for Raised {
 
 impl std::error::Error for Raised {}
 
-/// A model's chat template, known to work on plain conversations. Shared between threads.
+/// A Jinja template, known to work on plain conversations.
 #[derive(Debug)]
-pub struct ChatTemplate {
+pub(super) struct JinjaTemplate {
     env: Environment<'static>,
     controls: ControlStrings,
     /// `bos_token` and the like, as far as the model has them.
@@ -106,13 +106,13 @@ fn to_value(json: &Json, string: &mut impl FnMut(&str, &str) -> String, key: &st
     }
 }
 
-impl ChatTemplate {
+impl JinjaTemplate {
     /// Compiles `tokenizer.chat_template` and renders trial conversations with it.
     ///
     /// # Errors
     /// [`TextError::NoChatTemplate`] when the model has none; [`TextError::BadTemplate`], with the line, when it does not
     /// compile, uses something that does not exist, or fails on one user message.
-    pub fn compile(m: &Metadata) -> Result<Self, TextError> {
+    pub(super) fn compile(m: &Metadata) -> Result<Self, TextError> {
         let source = m.str("tokenizer.chat_template").ok_or(TextError::NoChatTemplate)?;
         let mut env = environment().map_err(|e| bad(&e))?;
         env.add_template_owned(MAIN, source.to_owned()).map_err(|e| bad(&e))?;
@@ -216,7 +216,7 @@ impl ChatTemplate {
     /// # Errors
     /// [`TextError::Refused`] when the template refuses it, [`TextError::UnsupportedPart`] for a part that is not text,
     /// [`TextError::RenderFailed`] when the template fails.
-    pub fn render(&self, input: &ChatInput) -> Result<RenderedPrompt, TextError> {
+    pub(super) fn render(&self, input: &ChatInput) -> Result<RenderedPrompt, TextError> {
         self.render_raw(input).map_err(|(e, _)| match e {
             TextError::BadTemplate { line, what } => TextError::RenderFailed { line, what },
             e => e,
@@ -305,7 +305,7 @@ fn message_value(message: &ChatMessage, parts: bool, guard: &mut Guard<'_>) -> R
     Ok(Value::from_pairs(fields))
 }
 
-fn part_text(part: &Json) -> Result<&str, TextError> {
+pub(crate) fn part_text(part: &Json) -> Result<&str, TextError> {
     if let Json::String(s) = part {
         return Ok(s);
     }

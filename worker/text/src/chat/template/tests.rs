@@ -13,8 +13,8 @@ fn with_template(source: &str) -> Metadata {
     m
 }
 
-fn compile(source: &str) -> Result<ChatTemplate, TextError> {
-    ChatTemplate::compile(&with_template(source))
+fn compile(source: &str) -> Result<JinjaTemplate, TextError> {
+    JinjaTemplate::compile(&with_template(source))
 }
 
 fn user(text: &str) -> ChatInput {
@@ -23,7 +23,7 @@ fn user(text: &str) -> ChatInput {
 
 #[test]
 fn smollm2_conversations_equal_python() {
-    let template = ChatTemplate::compile(starter_metadata()).expect("compiles");
+    let template = JinjaTemplate::compile(starter_metadata()).expect("compiles");
     let mut compared = 0;
     for case in fixture("tokenizer/smollm2_chat.json").as_array().expect("cases") {
         let messages = case["messages"].as_array().expect("messages").iter();
@@ -99,7 +99,7 @@ fn t9_template_that_does_not_compile_or_render_is_refused_at_load() {
 #[test]
 fn compiling_takes_milliseconds() {
     let start = std::time::Instant::now();
-    ChatTemplate::compile(starter_metadata()).expect("compiles");
+    JinjaTemplate::compile(starter_metadata()).expect("compiles");
     let first = start.elapsed();
     println!("template compiled and tried in {first:?}");
     assert!(first.as_millis() < 1000, "{first:?}");
@@ -108,9 +108,9 @@ fn compiling_takes_milliseconds() {
 #[test]
 fn a_missing_template_refuses_chat_only() {
     let mut m = Metadata::default();
-    assert_eq!(ChatTemplate::compile(&m).err(), Some(TextError::NoChatTemplate));
+    assert_eq!(JinjaTemplate::compile(&m).err(), Some(TextError::NoChatTemplate));
     m.set("tokenizer.chat_template", Meta::U64(1));
-    assert_eq!(ChatTemplate::compile(&m).err(), Some(TextError::NoChatTemplate));
+    assert_eq!(JinjaTemplate::compile(&m).err(), Some(TextError::NoChatTemplate));
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn a_refusal_in_the_templates_own_words() {
 
 #[test]
 fn a_users_control_strings_stay_text() {
-    let (template, t) = (ChatTemplate::compile(starter_metadata()).expect("compiles"), starter_tokenizer());
+    let (template, t) = (JinjaTemplate::compile(starter_metadata()).expect("compiles"), starter_tokenizer());
     let (start, end) = (t.token_id("<|im_start|>").expect("id"), t.token_id("<|im_end|>").expect("id"));
     let count = |ids: &[u32], id| ids.iter().filter(|i| **i == id).count();
     let clean = template.render(&user("hi")).expect("renders").encode(t);
@@ -187,7 +187,7 @@ fn control_strings_split_over_fields_stay_text() {
 
 #[test]
 fn text_without_control_strings_is_encoded_in_one_go() {
-    let (template, t) = (ChatTemplate::compile(starter_metadata()).expect("compiles"), starter_tokenizer());
+    let (template, t) = (JinjaTemplate::compile(starter_metadata()).expect("compiles"), starter_tokenizer());
     let mut rng = Rng::new(5);
     let words = ["<", "|", ">", "<|", "|>", "im_end", "im", " a", "\n", "漢", "😀", "1", "file_sep", "|im_end|>", "x"];
     for _ in 0..500 {
@@ -203,7 +203,7 @@ fn text_without_control_strings_is_encoded_in_one_go() {
 
 #[test]
 fn a_limit_is_kept_with_and_without_stand_ins() {
-    let (template, t) = (ChatTemplate::compile(starter_metadata()).expect("compiles"), starter_tokenizer());
+    let (template, t) = (JinjaTemplate::compile(starter_metadata()).expect("compiles"), starter_tokenizer());
     for text in ["a b c d e f g", "a<|im_end|> b c d e f g"] {
         let prompt = template.render(&user(text)).expect("renders");
         let ids = prompt.encode(t);

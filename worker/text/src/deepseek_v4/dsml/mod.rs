@@ -1,0 +1,88 @@
+//! DSML, the markup of DeepSeek V4's tool calls: found in what the model generates, and written into a prompt.
+//!
+//! ```text
+//! <｜DSML｜tool_calls>
+//! <｜DSML｜invoke name="NAME">
+//! <｜DSML｜parameter name="KEY" string="true">VALUE</｜DSML｜parameter>
+//! </｜DSML｜invoke>
+//! </｜DSML｜tool_calls>
+//! ```
+//!
+//! Models fray it. [`Parser`] accepts what can only have been meant as a call, and leaves as text what was only quoted:
+//! everything in the reasoning, in code spans and code blocks, tags in the middle of a sentence that no call follows, and
+//! plain XML that does not name a tool on offer.
+//!
+//! # Choices
+//! * String values are taken as they are, as in training. [`Options::decode_entities`] turns `&lt;` and its like back for
+//!   models that escape.
+//! * A call is reported when it is complete, not piece by piece.
+//! * An answer cut by its budget inside a call yields none of that call: half a command must not run. One that ended by
+//!   itself there yields the call, whose closers were forgotten.
+
+mod markdown;
+mod parser;
+mod serialize;
+mod tags;
+mod value;
+
+pub use parser::Parser;
+pub use serialize::serialize;
+pub(crate) use serialize::serialize_with;
+
+/// A call of a tool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCall {
+    /// Name of the tool, as the model wrote it.
+    pub name: String,
+    /// Arguments as the text of a JSON object, in the model's order, without spaces.
+    pub arguments: String,
+}
+
+/// What a piece of generated text turned out to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// Reasoning.
+    Reasoning(String),
+    /// The answer itself.
+    Content(String),
+    /// A complete call.
+    Call(ToolCall),
+    /// A tool's tag although no tools were sent: the answer ends here, as if the model had stopped.
+    Stop,
+}
+
+/// What the parser knows of the request.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// The prompt ended with `<think>`.
+    pub thinking: bool,
+    /// Names of the tools on offer. Empty: none were sent, and a tool's tag ends the answer.
+    pub tools: Vec<String>,
+    /// Turn `&amp;`, `&lt;`, `&gt;`, `&quot;` and `&apos;` in string values into what they stand for.
+    pub decode_entities: bool,
+}
+
+/// Why the text ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The model ended it, or a stop string did.
+    Stop,
+    /// The budget was used up.
+    Length,
+}
+
+/// Where the next token falls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Position {
+    /// Reasoning or content: sampled as the request says.
+    Free,
+    /// Tags, names, and JSON outside its strings: greedy.
+    Structure,
+    /// A string value, or a string inside a JSON value: sampled as the request says.
+    Payload,
+}
+
+#[cfg(test)]
+mod grammar;
+#[cfg(test)]
+mod tests;

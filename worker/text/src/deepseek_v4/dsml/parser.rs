@@ -1,0 +1,637 @@
+//! Finds reasoning, content and calls in generated text, however it is cut into chunks.
+//!
+//! Text waits in a buffer only while it could become a tag: each character is looked at a bounded number of times.
+
+use super::markdown::Code;
+use super::tags::{Lexed, Name, Tag, lex, may_begin};
+use super::value::{decode_entities, is_object, json_text, minify, string_text};
+use super::{End, Event, Options, Position, ToolCall};
+use crate::deepseek_v4::{END_THINK, THINK};
+
+/// An open parameter.
+#[derive(Debug)]
+struct Parameter {
+    name: Option<String>,
+    string: Option<bool>,
+    /// Opened with DSML's marker: plain tags inside are its value.
+    marked: bool,
+    body: String,
+    /// Parameters inside it: it is an object.
+    children: Vec<(String, String)>,
+    in_string: bool,
+    escaped: bool,
+}
+
+impl Parameter {
+    fn push(&mut self, text: &str) {
+        for c in text.chars() {
+            match c {
+                _ if self.escaped => self.escaped = false,
+                '\\' => self.escaped = self.in_string,
+                '"' => self.in_string = !self.in_string,
+                _ => {}
+            }
+        }
+        self.body += text;
+    }
+}
+
+/// An open call.
+#[derive(Debug)]
+struct Call {
+    name: String,
+    marked: bool,
+    /// Names and JSON texts.
+    parameters: Vec<(String, String)>,
+    /// Text between its tags: some models write one JSON object there.
+    stray: String,
+    open: Vec<Parameter>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Before anything, where a repeated `<think>` is not reasoning.
+    ThinkingStart,
+    Thinking,
+    Content,
+    /// Inside a block, between calls.
+    Block,
+    /// Inside a call.
+    Call,
+    /// A tag ended the answer.
+    Stopped,
+}
+
+/// What to do with a tag in content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Text,
+    Drop,
+    Enter,
+    Wait,
+}
+
+/// The next thing after a tag.
+enum Next {
+    Nothing,
+    Undecided,
+    Tag(Tag, usize),
+    Brace,
+    Prose,
+}
+
+/// A streaming parser of one answer.
+#[derive(Debug)]
+pub struct Parser {
+    options: Options,
+    state: State,
+    buffer: String,
+    /// White space that is shown only if text follows.
+    space: String,
+    code: Code,
+    /// Only white space since the line began, or since a call.
+    fresh: bool,
+    /// Only white space since a call.
+    after_call: bool,
+    /// Content was shown.
+    spoken: bool,
+    in_block: bool,
+    call: Option<Call>,
+    calls: usize,
+    cut: bool,
+    waiting: bool,
+    events: Vec<Event>,
+}
+
+impl Parser {
+    /// A parser for an answer to a request with these options.
+    pub fn new(options: Options) -> Self {
+        let state = if options.thinking { State::ThinkingStart } else { State::Content };
+        Self {
+            options,
+            state,
+            buffer: String::new(),
+            space: String::new(),
+            code: Code::default(),
+            fresh: true,
+            after_call: false,
+            spoken: false,
+            in_block: false,
+            call: None,
+            calls: 0,
+            cut: false,
+            waiting: false,
+            events: Vec::new(),
+        }
+    }
+
+    /// Takes the next piece of the answer and says what is certain now. Neighbouring pieces of one kind are joined.
+    pub fn push(&mut self, text: &str) -> Vec<Event> {
+        if self.state != State::Stopped {
+            self.buffer += text;
+            self.run(None);
+        }
+        std::mem::take(&mut self.events)
+    }
+
+    /// Ends the answer: says what is left.
+    pub fn finish(&mut self, end: End) -> Vec<Event> {
+        if self.state != State::Stopped {
+            self.run(Some(end));
+            match (self.call.take(), end) {
+                (Some(call), End::Stop) => self.end_call(call, true),
+                (Some(_), End::Length) => self.cut = true,
+                (None, _) => {}
+            }
+            if self.calls == 0 && !self.cut {
+                let space = std::mem::take(&mut self.space);
+                self.emit_content(&space);
+            }
+            self.state = State::Stopped;
+        }
+        std::mem::take(&mut self.events)
+    }
+
+    /// Number of calls so far.
+    pub fn calls(&self) -> usize {
+        self.calls
+    }
+
+    /// True when a call was begun that is not reported, because the answer ended inside it.
+    pub fn cut(&self) -> bool {
+        self.cut
+    }
+
+    /// Where the next token falls, judged by all that was pushed.
+    pub fn position(&self) -> Position {
+        let held = match lex_held(&self.buffer) {
+            Some(Lexed::Partial { marked }) => marked,
+            Some(Lexed::Tag(..)) => self.waiting,
+            _ => false,
+        };
+        match self.state {
+            State::ThinkingStart | State::Thinking | State::Stopped => Position::Free,
+            State::Content if held && !self.options.tools.is_empty() => Position::Structure,
+            State::Content => Position::Free,
+            State::Block => Position::Structure,
+            State::Call => match self.call.as_ref().and_then(|c| c.open.last()) {
+                None => Position::Structure,
+                // A closing tag of two bytes or more has begun.
+                Some(_) if held || self.buffer.starts_with("</") => Position::Structure,
+                Some(p) if p.string == Some(false) && !p.in_string => Position::Structure,
+                Some(_) => Position::Payload,
+            },
+        }
+    }
+
+    fn run(&mut self, end: Option<End>) {
+        self.waiting = false;
+        while !self.buffer.is_empty() {
+            let before = (self.buffer.len(), self.state);
+            match self.state {
+                State::ThinkingStart => self.thinking_start(end),
+                State::Thinking => self.thinking(end),
+                State::Content => self.content(end),
+                State::Block => self.block(end),
+                State::Call => self.in_call(end),
+                State::Stopped => self.buffer.clear(),
+            }
+            if before == (self.buffer.len(), self.state) {
+                break;
+            }
+        }
+    }
+
+    fn take(&mut self, len: usize) -> String {
+        let rest = self.buffer.split_off(len);
+        std::mem::replace(&mut self.buffer, rest)
+    }
+
+    fn emit_reasoning(&mut self, text: &str) {
+        match self.events.last_mut() {
+            _ if text.is_empty() => {}
+            Some(Event::Reasoning(last)) => *last += text,
+            _ => self.events.push(Event::Reasoning(text.to_owned())),
+        }
+    }
+
+    fn emit_content(&mut self, text: &str) {
+        match self.events.last_mut() {
+            _ if text.is_empty() => {}
+            Some(Event::Content(last)) => *last += text,
+            _ => self.events.push(Event::Content(text.to_owned())),
+        }
+    }
+
+    /// Shows the first `len` bytes as content, their last white space when text follows.
+    fn say(&mut self, len: usize) {
+        let text = self.take(len);
+        let shown = text.trim_end();
+        if !shown.is_empty() {
+            let space = std::mem::take(&mut self.space);
+            self.emit_content(&space);
+            self.emit_content(shown);
+            self.spoken = true;
+            self.after_call = false;
+        }
+        self.space += &text[shown.len()..];
+        for c in text.chars() {
+            match c {
+                '\n' => self.fresh = true,
+                c if !c.is_whitespace() => self.fresh = false,
+                _ => {}
+            }
+        }
+    }
+
+    fn thinking_start(&mut self, end: Option<End>) {
+        let trimmed = self.buffer.trim_start();
+        if trimmed.starts_with(THINK) {
+            let len = self.buffer.len() - trimmed.len() + THINK.len();
+            self.take(len);
+            self.state = State::Thinking;
+        } else if end.is_some() || !THINK.starts_with(trimmed) {
+            self.state = State::Thinking;
+        }
+    }
+
+    fn thinking(&mut self, end: Option<End>) {
+        if let Some(at) = self.buffer.find(END_THINK) {
+            let text = self.take(at);
+            self.emit_reasoning(&text);
+            self.take(END_THINK.len());
+            self.state = State::Content;
+            return;
+        }
+        let mut keep = 0;
+        if end.is_none() {
+            keep = (1..END_THINK.len()).rev().find(|n| self.buffer.ends_with(&END_THINK[..*n])).unwrap_or(0);
+        }
+        let text = self.take(self.buffer.len() - keep);
+        self.emit_reasoning(&text);
+    }
+
+    fn content(&mut self, end: Option<End>) {
+        let plain = self.code.scan(&self.buffer, self.fresh, end.is_some());
+        if plain > 0 {
+            return self.say(plain);
+        }
+        if !self.buffer.starts_with(may_begin) {
+            return;
+        }
+        if !self.spoken && self.calls == 0 {
+            for (tag, next) in [(THINK, State::Thinking), (END_THINK, State::Content)] {
+                if self.buffer.starts_with(tag) {
+                    self.take(tag.len());
+                    self.space.clear();
+                    self.state = next;
+                    return;
+                }
+                if end.is_none() && tag.starts_with(&self.buffer) {
+                    return;
+                }
+            }
+        }
+        let first = self.buffer.chars().next().map_or(0, char::len_utf8);
+        match lex(&self.buffer) {
+            Lexed::No => self.say(first),
+            Lexed::Partial { marked } => match end {
+                None => {}
+                // The beginning of a tag that will never be one.
+                Some(_) if marked => {
+                    self.cut = true;
+                    self.space.clear();
+                    self.buffer.clear();
+                }
+                Some(_) => self.say(first),
+            },
+            Lexed::Tag(len, tag) => match self.judge(&tag, len, end) {
+                Verdict::Wait => self.waiting = true,
+                Verdict::Text => self.say(len),
+                _ if self.options.tools.is_empty() && (tag.marked || !tag.closes) => {
+                    self.events.push(Event::Stop);
+                    self.state = State::Stopped;
+                    self.buffer.clear();
+                }
+                Verdict::Drop => {
+                    self.take(len);
+                }
+                Verdict::Enter => {
+                    self.take(len);
+                    self.space.clear();
+                    self.in_block = tag.name == Name::Block;
+                    self.state = State::Block;
+                    if tag.name != Name::Block {
+                        self.begin_call(tag);
+                    }
+                }
+            },
+        }
+    }
+
+    /// What follows after `len` bytes of the buffer.
+    fn next(&self, len: usize) -> Next {
+        let rest = &self.buffer[len..];
+        let trimmed = rest.trim_start();
+        let offset = self.buffer.len() - trimmed.len();
+        match trimmed.chars().next() {
+            None => Next::Nothing,
+            Some('{') => Next::Brace,
+            Some(c) if may_begin(c) => match lex(trimmed) {
+                Lexed::No => Next::Prose,
+                Lexed::Partial { .. } => Next::Undecided,
+                Lexed::Tag(n, tag) => Next::Tag(tag, offset + n),
+            },
+            Some(_) => Next::Prose,
+        }
+    }
+
+    /// What a tag in content is. A tag is a call's when a call goes on after it; a lone one at the beginning of a line is the
+    /// model's slip and not shown; a lone one in a sentence is text.
+    fn judge(&self, tag: &Tag, len: usize, end: Option<End>) -> Verdict {
+        let lone = if tag.marked && self.fresh { Verdict::Drop } else { Verdict::Text };
+        if tag.closes {
+            return if tag.marked || self.after_call { Verdict::Drop } else { Verdict::Text };
+        }
+        let offered = |t: &Tag| t.called.as_ref().is_some_and(|n| self.options.tools.contains(n));
+        match tag.name {
+            Name::Parameter | Name::Unknown => lone,
+            Name::Block if tag.self_closed => lone,
+            Name::Block => match self.next(len) {
+                Next::Nothing | Next::Undecided if end.is_none() => Verdict::Wait,
+                Next::Nothing | Next::Undecided if tag.marked && self.fresh => Verdict::Enter,
+                Next::Tag(next, _) if next.marked && tag.marked => Verdict::Enter,
+                Next::Tag(next, _) if next.name == Name::Invoke && !next.closes && next.called.is_some() => {
+                    let known = tag.marked || next.marked || self.options.tools.is_empty() || offered(&next);
+                    if known { Verdict::Enter } else { Verdict::Text }
+                }
+                _ => lone,
+            },
+            Name::Invoke if tag.called.is_none() => lone,
+            Name::Invoke if !tag.marked && !offered(tag) && !self.options.tools.is_empty() => Verdict::Text,
+            Name::Invoke if tag.self_closed => Verdict::Enter,
+            Name::Invoke => match self.next(len) {
+                Next::Nothing | Next::Undecided if end.is_none() => Verdict::Wait,
+                Next::Nothing | Next::Undecided => {
+                    if tag.marked && self.fresh {
+                        Verdict::Enter
+                    } else {
+                        lone
+                    }
+                }
+                Next::Tag(..) | Next::Brace => Verdict::Enter,
+                Next::Prose => lone,
+            },
+        }
+    }
+
+    fn block(&mut self, end: Option<End>) {
+        let len = self.buffer.len() - self.buffer.trim_start().len();
+        self.take(len);
+        if self.buffer.is_empty() {
+            return;
+        }
+        let lexed = if self.buffer.starts_with(may_begin) { lex(&self.buffer) } else { Lexed::No };
+        match lexed {
+            // The block's closer was forgotten.
+            Lexed::No => self.leave(),
+            Lexed::Partial { .. } => {
+                if let Some(end) = end {
+                    self.cut = end == End::Length;
+                    self.buffer.clear();
+                }
+            }
+            Lexed::Tag(len, tag) => {
+                self.take(len);
+                match tag.name {
+                    Name::Block if tag.closes => self.leave(),
+                    Name::Invoke | Name::Unknown if !tag.closes => self.begin_call(tag),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Back to content.
+    fn leave(&mut self) {
+        self.in_block = false;
+        self.state = State::Content;
+        self.space.clear();
+        self.fresh = true;
+        self.after_call = true;
+        self.code = Code::default();
+    }
+
+    fn begin_call(&mut self, tag: Tag) {
+        let Some(name) = tag.called else { return };
+        let call = Call { name, marked: tag.marked, parameters: Vec::new(), stray: String::new(), open: Vec::new() };
+        if tag.self_closed {
+            self.end_call(call, false);
+        } else {
+            self.call = Some(call);
+            self.state = State::Call;
+        }
+    }
+
+    /// Closes what is open and reports the call. `forgotten`: its closers never came.
+    fn end_call(&mut self, mut call: Call, forgotten: bool) {
+        if forgotten && call.open.last().is_some_and(|p| p.string == Some(false) && json_text(&p.body).is_none()) {
+            self.cut = true;
+            return;
+        }
+        while close_parameter(&mut call, true, self.options.decode_entities) {}
+        let stray = call.stray.trim();
+        let arguments =
+            if call.parameters.is_empty() && is_object(stray) { minify(stray) } else { object(&call.parameters) };
+        self.events.push(Event::Call(ToolCall { name: call.name, arguments }));
+        self.calls += 1;
+        if self.in_block {
+            self.state = State::Block;
+        } else {
+            self.leave();
+        }
+    }
+
+    fn in_call(&mut self, end: Option<End>) {
+        let Some(mut call) = self.call.take() else {
+            self.state = State::Block;
+            return;
+        };
+        let at = self.buffer.find(may_begin).unwrap_or(self.buffer.len());
+        if at > 0 {
+            let text = self.take(at);
+            match call.open.last_mut() {
+                Some(p) => p.push(&text),
+                None => call.stray += &text,
+            }
+            self.call = Some(call);
+            return;
+        }
+        let first = self.buffer.chars().next().map_or(0, char::len_utf8);
+        let structural = match lex(&self.buffer) {
+            Lexed::No => None,
+            Lexed::Partial { marked } => match end {
+                None => {
+                    self.call = Some(call);
+                    return;
+                }
+                // A closer that was cut.
+                Some(_) if marked || self.buffer.starts_with("</") => {
+                    self.buffer.clear();
+                    self.call = Some(call);
+                    return;
+                }
+                Some(_) => None,
+            },
+            Lexed::Tag(len, tag) => match self.is_structural(&call, &tag, len, end) {
+                None => {
+                    self.waiting = true;
+                    self.call = Some(call);
+                    return;
+                }
+                Some(true) => Some((len, tag)),
+                Some(false) => None,
+            },
+        };
+        let Some((len, tag)) = structural else {
+            let text = self.take(first);
+            match call.open.last_mut() {
+                Some(p) => p.push(&text),
+                None => call.stray += &text,
+            }
+            self.call = Some(call);
+            return;
+        };
+        self.take(len);
+        self.apply(call, tag);
+    }
+
+    /// Whether a tag inside a call is the call's own or part of a value; `None` when what follows must tell.
+    fn is_structural(&self, call: &Call, tag: &Tag, len: usize, end: Option<End>) -> Option<bool> {
+        let Some(parameter) = call.open.last() else {
+            // Inside a JSON body, only tags of the call's own kind end it.
+            return Some(tag.marked || !call.marked || !call.stray.trim_start().starts_with('{'));
+        };
+        if tag.marked || !parameter.marked {
+            return Some(match tag.name {
+                Name::Block => tag.closes,
+                Name::Unknown => tag.closes,
+                Name::Invoke | Name::Parameter => true,
+            });
+        }
+        // A plain closer in a marked call: a value may well contain it. It counts when the call goes on, or the text ends.
+        if !tag.closes || tag.name == Name::Unknown {
+            return Some(false);
+        }
+        let (mut level, mut at) = (tag.name, len);
+        loop {
+            match self.next(at) {
+                Next::Nothing | Next::Undecided => return end.map(|e| e == End::Stop),
+                Next::Brace | Next::Prose => return Some(level == Name::Block),
+                Next::Tag(next, after) => {
+                    let goes_on = match (level, next.name, next.closes) {
+                        (Name::Parameter, Name::Parameter, closes) => !closes && next.called.is_some(),
+                        (Name::Parameter, Name::Invoke | Name::Block, _) => true,
+                        (Name::Invoke, Name::Invoke, closes) => !closes,
+                        (Name::Invoke, Name::Block, closes) => closes,
+                        _ => false,
+                    };
+                    if next.marked || !goes_on || !next.closes {
+                        return Some(goes_on && next.marked);
+                    }
+                    (level, at) = (next.name, after);
+                }
+            }
+        }
+    }
+
+    fn apply(&mut self, mut call: Call, tag: Tag) {
+        let decode = self.options.decode_entities;
+        match tag.name {
+            // A closer that lost its slash has no name.
+            Name::Parameter if tag.closes || (tag.called.is_none() && !call.open.is_empty()) => {
+                close_parameter(&mut call, false, decode);
+            }
+            Name::Unknown if tag.closes && !call.open.is_empty() => {
+                close_parameter(&mut call, false, decode);
+            }
+            Name::Parameter => open_parameter(&mut call, tag, decode),
+            Name::Unknown if !tag.closes => open_parameter(&mut call, tag, decode),
+            Name::Invoke if !tag.closes && tag.called.is_some() => {
+                self.end_call(call, false);
+                self.in_block |= self.state == State::Block;
+                self.begin_call(tag);
+                return;
+            }
+            Name::Invoke | Name::Unknown => return self.end_call(call, false),
+            Name::Block => {
+                self.end_call(call, false);
+                if tag.closes {
+                    self.leave();
+                } else {
+                    self.in_block = true;
+                    self.state = State::Block;
+                }
+                return;
+            }
+        }
+        self.call = Some(call);
+    }
+}
+
+fn lex_held(buffer: &str) -> Option<Lexed> {
+    buffer.starts_with(may_begin).then(|| lex(buffer))
+}
+
+fn open_parameter(call: &mut Call, tag: Tag, decode: bool) {
+    if let Some(p) = call.open.last() {
+        let nests = p.string.is_none() && p.body.trim().is_empty();
+        if !nests {
+            close_parameter(call, true, decode);
+        }
+    }
+    call.open.push(Parameter {
+        name: tag.called,
+        string: tag.string,
+        marked: tag.marked,
+        body: tag.value.unwrap_or_default(),
+        children: Vec::new(),
+        in_string: false,
+        escaped: false,
+    });
+    if tag.self_closed {
+        close_parameter(call, false, decode);
+    }
+}
+
+/// Closes the innermost parameter; false when none is open. `implied`: its closer was forgotten, so the line break before
+/// the next tag is not its own.
+fn close_parameter(call: &mut Call, implied: bool, decode: bool) -> bool {
+    let Some(p) = call.open.pop() else { return false };
+    let body = if implied { p.body.trim_end() } else { &p.body };
+    let value = if !p.children.is_empty() {
+        object(&p.children)
+    } else {
+        let string = || string_text(&if decode { decode_entities(body) } else { body.to_owned() });
+        match p.string {
+            Some(false) => json_text(body).unwrap_or_else(string),
+            _ => string(),
+        }
+    };
+    let Some(name) = p.name else { return true };
+    let list = match call.open.last_mut() {
+        Some(parent) => &mut parent.children,
+        None => &mut call.parameters,
+    };
+    // Said twice: the last one counts, in the first one's place.
+    match list.iter_mut().find(|(n, _)| *n == name) {
+        Some((_, old)) => *old = value,
+        None => list.push((name, value)),
+    }
+    true
+}
+
+fn object(members: &[(String, String)]) -> String {
+    let members: Vec<String> = members.iter().map(|(k, v)| format!("{}:{v}", string_text(k))).collect();
+    format!("{{{}}}", members.join(","))
+}
