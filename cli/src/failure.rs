@@ -12,7 +12,7 @@ pub struct Failure {
 
 impl Failure {
     /// An `anyhow` error that makes `ds4` exit with `code`.
-    pub fn new(code: u8, message: impl fmt::Display) -> anyhow::Error {
+    pub fn error(code: u8, message: impl fmt::Display) -> anyhow::Error {
         Self { code, message: message.to_string() }.into()
     }
 

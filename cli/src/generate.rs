@@ -6,18 +6,19 @@ use serde_json::{Map, Value, json};
 use crate::client::http::{Events, Server};
 use crate::failure::Failure;
 
-/// Sampling flags. What is not given is left to the worker.
+/// Sampling flags. Temperature and nucleus have defaults that suit small models: at the API's own (1 and 1) a tail of tens of
+/// thousands of unlikely tokens is sampled too, and a 135M model drifts off within a sentence. The rest is left to the worker.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct Sampling {
     /// Most tokens to generate
     #[arg(short = 'n', long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: Option<u32>,
     /// Temperature; 0 always takes the most likely token
-    #[arg(long = "temp", value_name = "T", value_parser = at_least_zero)]
-    temperature: Option<f64>,
+    #[arg(long = "temp", value_name = "T", value_parser = at_least_zero, default_value_t = 0.6)]
+    temperature: f64,
     /// Nucleus sampling: keep the most likely tokens up to this probability mass
-    #[arg(long, value_name = "P", value_parser = probability)]
-    top_p: Option<f64>,
+    #[arg(long, value_name = "P", value_parser = probability, default_value_t = 0.9)]
+    top_p: f64,
     /// Keep the K most likely tokens; 0 keeps all
     #[arg(long, value_name = "K")]
     top_k: Option<u32>,
@@ -49,8 +50,8 @@ impl Sampling {
     fn fields(&self) -> Map<String, Value> {
         let given = [
             ("max_tokens", self.max_tokens.map(Value::from)),
-            ("temperature", self.temperature.map(Value::from)),
-            ("top_p", self.top_p.map(Value::from)),
+            ("temperature", Some(self.temperature.into())),
+            ("top_p", Some(self.top_p.into())),
             ("top_k", self.top_k.map(Value::from)),
             ("min_p", self.min_p.map(Value::from)),
             ("seed", self.seed.map(Value::from)),
@@ -159,7 +160,7 @@ pub fn read_text(argument: &str) -> anyhow::Result<String> {
     }
     let text = std::io::read_to_string(std::io::stdin()).context("cannot read the prompt from standard input")?;
     if text.trim().is_empty() {
-        return Err(Failure::new(ds4_settings::EXIT_USAGE, "standard input holds no prompt"));
+        return Err(Failure::error(ds4_settings::EXIT_USAGE, "standard input holds no prompt"));
     }
     Ok(text)
 }
@@ -170,13 +171,14 @@ mod tests {
 
     #[test]
     fn only_given_flags_reach_the_wire() {
-        let sampling = Sampling { temperature: Some(0.0), stop: vec!["x".into()], ..Sampling::default() };
+        let sampling = Sampling { temperature: 0.0, top_p: 0.5, stop: vec!["x".into()], ..Sampling::default() };
         let body = sampling.raw_body("hi");
         assert_eq!(body["temperature"], 0.0);
+        assert_eq!(body["top_p"], 0.5);
         assert_eq!(body["stop"], json!(["x"]));
         assert_eq!(body["prompt"], "hi");
         assert_eq!(body["stream"], true);
-        assert!(body.get("top_p").is_none() && body.get("max_tokens").is_none());
+        assert!(body.get("top_k").is_none() && body.get("max_tokens").is_none());
     }
 
     #[test]

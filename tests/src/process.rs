@@ -52,10 +52,10 @@ impl Process {
     pub fn wait_ready(&mut self, limit: Duration) -> Duration {
         let mut buffer = [0; 4096];
         loop {
-            if let Ok(n) = self.notify.recv(&mut buffer) {
-                if buffer[..n].split(|b| *b == b'\n').any(|line| line == b"READY=1") {
-                    return self.begun.elapsed();
-                }
+            if let Ok(n) = self.notify.recv(&mut buffer)
+                && buffer[..n].split(|b| *b == b'\n').any(|line| line == b"READY=1")
+            {
+                return self.begun.elapsed();
             }
             if let Some(status) = self.child.try_wait().expect("wait") {
                 panic!("ended before it was ready ({status}):\n{}", self.log());

@@ -57,7 +57,7 @@ pub async fn load(args: &LoadBenchArgs) -> anyhow::Result<(Value, String)> {
                 v1::ModelState::Ready => model = Some(step.model),
                 v1::ModelState::Failed => {
                     let code = crate::ctl::load_exit_code(&step.error_code);
-                    return Err(Failure::new(code, format!("{} ({})", step.error, step.error_code)));
+                    return Err(Failure::error(code, format!("{} ({})", step.error, step.error_code)));
                 }
                 _ => {}
             }

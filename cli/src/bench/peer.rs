@@ -141,7 +141,7 @@ async fn start_peer(args: &PeerArgs) -> anyhow::Result<Running> {
                 "{python} has no xllamacpp; run scripts/bench-peer, or `{python} -m pip install {WHEEL}` in a virtual \
                  environment and give it with --peer-python"
             );
-            return Err(Failure::new(EXIT_USAGE, text));
+            return Err(Failure::error(EXIT_USAGE, text));
         }
         bail!("the peer did not start:\n{errors}");
     };

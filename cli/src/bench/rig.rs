@@ -41,9 +41,9 @@ impl RigArgs {
     /// Exit code 2 when there is none, 4 when the file is not there.
     pub fn model(&self) -> anyhow::Result<PathBuf> {
         let path = self.model.clone().or_else(crate::pull::starter_path);
-        let path = path.ok_or_else(|| Failure::new(EXIT_USAGE, "no model to measure with: give --model FILE"))?;
+        let path = path.ok_or_else(|| Failure::error(EXIT_USAGE, "no model to measure with: give --model FILE"))?;
         std::fs::canonicalize(&path).map_err(|e| {
-            Failure::new(EXIT_MODEL, format!("{}: {e}; `ds4 pull` fetches the starter model", path.display()))
+            Failure::error(EXIT_MODEL, format!("{}: {e}; `ds4 pull` fetches the starter model", path.display()))
         })
     }
 

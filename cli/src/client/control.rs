@@ -27,7 +27,7 @@ async fn channel(socket: PathBuf) -> anyhow::Result<Channel> {
     Endpoint::from_static("http://localhost")
         .connect_with_connector(tower::service_fn(connect))
         .await
-        .map_err(|e| Failure::new(EXIT_PEER, format!("{shown}: {}", root_cause(&e))))
+        .map_err(|e| Failure::error(EXIT_PEER, format!("{shown}: {}", root_cause(&e))))
 }
 
 fn root_cause(error: &dyn std::error::Error) -> String {
@@ -56,7 +56,7 @@ pub async fn worker(dir: &Path) -> anyhow::Result<WorkerClient<Channel>> {
 
 async fn within<T>(what: &str, answer: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
     tokio::time::timeout(STATUS_TIMEOUT, answer).await.unwrap_or_else(|_| {
-        Err(Failure::new(EXIT_PEER, format!("the {what} did not answer within {STATUS_TIMEOUT:?}")))
+        Err(Failure::error(EXIT_PEER, format!("the {what} did not answer within {STATUS_TIMEOUT:?}")))
     })
 }
 
@@ -88,5 +88,5 @@ pub fn status(status: tonic::Status) -> anyhow::Error {
         Code::ResourceExhausted => ds4_settings::EXIT_MEMORY,
         _ => 1,
     };
-    Failure::new(code, if status.message().is_empty() { status.to_string() } else { status.message().to_string() })
+    Failure::error(code, if status.message().is_empty() { status.to_string() } else { status.message().to_string() })
 }

@@ -76,7 +76,7 @@ impl Server {
     /// # Errors
     /// Exit code 2 for https or a URL with another path.
     pub fn parse(url: &str) -> anyhow::Result<Self> {
-        let bad = |why: &str| Failure::new(ds4_settings::EXIT_USAGE, format!("--url {url}: {why}"));
+        let bad = |why: &str| Failure::error(ds4_settings::EXIT_USAGE, format!("--url {url}: {why}"));
         if url.starts_with("https://") {
             return Err(bad("a worker speaks plain HTTP; use http://"));
         }
@@ -101,7 +101,7 @@ impl Server {
         body: Option<&Value>,
     ) -> anyhow::Result<(Response<Incoming>, Connection)> {
         let unreachable = |why: String| {
-            Failure::new(
+            Failure::error(
                 EXIT_PEER,
                 format!("cannot reach {}: {why}; is a worker running? `ds4 ctl status` tells", self.url()),
             )
@@ -167,7 +167,7 @@ impl Events {
     /// A broken connection, an end without `[DONE]`, an event that is an error or not JSON.
     pub async fn next(&mut self) -> anyhow::Result<Option<Value>> {
         loop {
-            while let Some(data) = self.lines.pop()? {
+            if let Some(data) = self.lines.pop()? {
                 if data == "[DONE]" {
                     return Ok(None);
                 }

@@ -48,14 +48,14 @@ impl WorkerArgs {
         let dir = self.runtime.dir();
         let status = control::worker_status(&dir).await.map_err(|e| no_worker(&dir, &e))?;
         let address: SocketAddr = status.http.parse().map_err(|e| {
-            Failure::new(EXIT_PEER, format!("the worker reports the HTTP address `{}`: {e}", status.http))
+            Failure::error(EXIT_PEER, format!("the worker reports the HTTP address `{}`: {e}", status.http))
         })?;
         Ok(Server::at(reachable(address)))
     }
 }
 
 fn no_worker(dir: &Path, error: &anyhow::Error) -> anyhow::Error {
-    Failure::new(
+    Failure::error(
         EXIT_PEER,
         format!(
             "no worker answers in {}: {error:#}\nStart one with `ds4 serve`, or name a running one with --url or --runtime-dir.",

@@ -44,19 +44,20 @@ pub(super) async fn restart(dir: &Path, out: Output, args: &RestartArgs) -> anyh
     target.gone().await;
     let begun = Instant::now();
     loop {
-        if let Ok(new) = control::worker_status(dir).await {
-            if new.pid != old.pid && new.state == "ready" {
-                let text = format!(
-                    "Worker {} replaced worker {} ({:.0} ms after the old one was gone).",
-                    new.pid,
-                    old.pid,
-                    begun.elapsed().as_secs_f64() * 1e3
-                );
-                return out.object(json!({"old_pid": old.pid, "new_pid": new.pid, "ready_ms": new.ready_ms}), &text);
-            }
+        if let Ok(new) = control::worker_status(dir).await
+            && new.pid != old.pid
+            && new.state == "ready"
+        {
+            let text = format!(
+                "Worker {} replaced worker {} ({:.0} ms after the old one was gone).",
+                new.pid,
+                old.pid,
+                begun.elapsed().as_secs_f64() * 1e3
+            );
+            return out.object(json!({"old_pid": old.pid, "new_pid": new.pid, "ready_ms": new.ready_ms}), &text);
         }
         if begun.elapsed() > Duration::from_secs(args.wait) {
-            return Err(Failure::new(
+            return Err(Failure::error(
                 EXIT_PEER,
                 format!(
                     "worker {} has drained and gone, but no successor was ready after {} s: is there a supervisor \
@@ -84,12 +85,12 @@ pub(super) async fn stop(dir: &Path, out: Output, args: &StopArgs) -> anyhow::Re
         let wait = Duration::from_secs(args.wait);
         if tokio::time::timeout(wait, target.gone()).await.is_err() {
             let text = format!("the {name} (pid {}) is still there {} s after SIGTERM", target.pid(), args.wait);
-            return Err(Failure::new(1, text));
+            return Err(Failure::error(1, text));
         }
         stopped.push(name);
     }
     if stopped.is_empty() {
-        return Err(Failure::new(EXIT_PEER, format!("nothing runs in {}", dir.display())));
+        return Err(Failure::error(EXIT_PEER, format!("nothing runs in {}", dir.display())));
     }
     out.object(json!({"stopped": stopped}), &format!("Stopped: {}.", stopped.join(", ")))
 }

@@ -111,11 +111,13 @@ pub(super) async fn load(dir: &Path, out: Output, args: LoadArgs) -> anyhow::Res
             out.object(Value::Null, &format!("{} is READY (epoch {}).", last.model, last.epoch))
         }
         Ok(v1::ModelState::Failed) => {
-            Err(Failure::new(exit_code(&last.error_code), format!("{} ({})", last.error, last.error_code)))
+            Err(Failure::error(exit_code(&last.error_code), format!("{} ({})", last.error, last.error_code)))
         }
         _ if args.dry_run && fits => Ok(()),
-        _ if args.dry_run => Err(Failure::new(ds4_settings::EXIT_MEMORY, "the model does not fit; see the plan above")),
-        _ => Err(Failure::new(1, "the owner ended the load without a result")),
+        _ if args.dry_run => {
+            Err(Failure::error(ds4_settings::EXIT_MEMORY, "the model does not fit; see the plan above"))
+        }
+        _ => Err(Failure::error(1, "the owner ended the load without a result")),
     }
 }
 

@@ -196,7 +196,7 @@ async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
     let (owner, worker) = tokio::join!(control::owner_status(dir), control::worker_status(dir));
     if let (Err(error), Err(_)) = (&owner, &worker) {
         let text = format!("nothing runs in {} ({error:#}); start it with `ds4 serve`", dir.display());
-        return Err(crate::failure::Failure::new(ds4_settings::EXIT_PEER, text));
+        return Err(crate::failure::Failure::error(ds4_settings::EXIT_PEER, text));
     }
     let models = if owner.is_ok() { control::models(dir).await? } else { Vec::new() };
     let supervisor = crate::serve::supervisor(dir);

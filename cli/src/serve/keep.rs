@@ -121,7 +121,7 @@ where
                             let tries =
                                 if failures == 1 { String::new() } else { format!(", {failures} times in a row") };
                             let code = u8::try_from(code).ok().filter(|c| *c != 0).unwrap_or(1);
-                            return Err(Failure::new(code, format!("the {name} {end} at its start{tries}; {cause}")));
+                            return Err(Failure::error(code, format!("the {name} {end} at its start{tries}; {cause}")));
                         }
                         eprintln!(
                             "ds4 serve: the {name} {end} at its start; {cause}; next try in {:?}",

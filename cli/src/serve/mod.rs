@@ -295,7 +295,7 @@ async fn ensure_loaded(dir: &Path, models: &[PathBuf]) -> anyhow::Result<()> {
         while let Some(step) = steps.message().await.map_err(control::status)? {
             if step.state() == v1::ModelState::Failed {
                 let code = crate::ctl::load_exit_code(&step.error_code);
-                return Err(Failure::new(code, format!("{} ({})", step.error, step.error_code)));
+                return Err(Failure::error(code, format!("{} ({})", step.error, step.error_code)));
             }
         }
     }

@@ -77,7 +77,7 @@ impl Plan {
                 problems.key("start-attempts", "is 0: give at least 1");
             }
         })
-        .map_err(|e| Failure::new(EXIT_USAGE, e))?;
+        .map_err(|e| Failure::error(EXIT_USAGE, e))?;
         let dir = serve.values.runtime_dir.clone().context("no runtime directory")?;
         let dir = std::path::absolute(dir).context("cannot make the runtime directory absolute")?;
         let mut common: Vec<OsString> = vec!["--runtime-dir".into(), dir.clone().into()];
@@ -129,7 +129,7 @@ impl Plan {
         };
         if paths.is_empty() {
             let starter = crate::pull::starter_path().filter(|p| p.exists()).ok_or_else(|| {
-                Failure::new(
+                Failure::error(
                     EXIT_USAGE,
                     "no model to serve: fetch the starter model with `ds4 pull`, or give --model FILE.gguf",
                 )
@@ -139,7 +139,7 @@ impl Plan {
         }
         for path in &mut paths {
             std::fs::File::open(&*path)
-                .map_err(|e| Failure::new(EXIT_MODEL, format!("cannot open the model {}: {e}", path.display())))?;
+                .map_err(|e| Failure::error(EXIT_MODEL, format!("cannot open the model {}: {e}", path.display())))?;
             *path = std::fs::canonicalize(&*path)?;
         }
         Ok(paths)
@@ -154,7 +154,7 @@ impl Program {
         let errors = String::from_utf8_lossy(&output.stderr);
         if !output.status.success() {
             let code = output.status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(1);
-            return Err(Failure::new(code, format!("{name} refuses its configuration:\n{}", errors.trim_end())));
+            return Err(Failure::error(code, format!("{name} refuses its configuration:\n{}", errors.trim_end())));
         }
         let printed = String::from_utf8(output.stdout).context("the configuration is not UTF-8")?;
         let mut table: Table = printed.parse().with_context(|| format!("{name} --print-config printed no TOML"))?;
