@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use crate::cpu::bank::BankView;
 use crate::cpu::elementwise::exp;
 use crate::cpu::isa::{Isa, multiversion};
-use crate::cpu::lanes::{Lanes, N, prefetch};
+use crate::cpu::lanes::{Lanes, N, array, prefetch};
 use crate::cpu::pool::Pool;
 use crate::cpu::raw::RawRows;
 use crate::device::Attention;
@@ -131,7 +131,7 @@ thread_local! {
 fn scores<L: Lanes, const H: usize>(q: [&[f32]; H], kt: &[[f32; N]], scale: f32, out: [&mut [[f32; N]]; H]) {
     let mut acc = [[L::splat(0.0); TV]; H];
     for (d, k) in kt.as_chunks::<TV>().0.iter().enumerate() {
-        let k: [L; TV] = std::array::from_fn(|v| L::load(&k[v]));
+        let k = array!(TV, L::splat(0.0), |v| L::load(&k[v]));
         for h in 0..H {
             let x = L::splat(q[h][d]);
             for v in 0..TV {
@@ -157,10 +157,10 @@ fn weighted<L: Lanes, const H: usize, const V: usize>(
     out: &mut [[f32; N]],
     out_stride: usize,
 ) {
-    let mut acc: [[L; V]; H] =
-        std::array::from_fn(|h| std::array::from_fn(|v| L::load(&out[h * out_stride + from + v])));
+    let mut acc =
+        array!(H, [L::splat(0.0); V], |h| array!(V, L::splat(0.0), |v| L::load(&out[h * out_stride + from + v])));
     for (t, row) in vt.chunks_exact(row_vectors).take(keys).enumerate() {
-        let x: [L; V] = std::array::from_fn(|v| L::load(&row[from + v]));
+        let x = array!(V, L::splat(0.0), |v| L::load(&row[from + v]));
         for h in 0..H {
             let w = L::splat(p[h][t]);
             for v in 0..V {
@@ -263,10 +263,10 @@ fn chunk_of<L: Lanes, const F16: bool>(
             match n - i {
                 1 => scores::<L, 1>([query(i)], kt, u.scale, [next()]),
                 2 => scores::<L, 2>([query(i), query(i + 1)], kt, u.scale, [next(), next()]),
-                3 => scores::<L, 3>(std::array::from_fn(|h| query(i + h)), kt, u.scale, [next(), next(), next()]),
+                3 => scores::<L, 3>([query(i), query(i + 1), query(i + 2)], kt, u.scale, [next(), next(), next()]),
                 _ => {
                     let out = [next(), next(), next(), next()];
-                    scores::<L, 4>(std::array::from_fn(|h| query(i + h)), kt, u.scale, out);
+                    scores::<L, 4>([query(i), query(i + 1), query(i + 2), query(i + 3)], kt, u.scale, out);
                 }
             }
             i += 4.min(n - i);

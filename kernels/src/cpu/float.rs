@@ -6,7 +6,7 @@
 use ds4_manifests::GgmlType;
 
 use crate::cpu::isa::multiversion;
-use crate::cpu::lanes::{Lanes, N};
+use crate::cpu::lanes::{Lanes, N, array};
 
 /// Elements `at..at + 16` of a row of bytes; elements past its end are zero.
 #[inline(always)]
@@ -25,7 +25,7 @@ fn load<L: Lanes>(ty: GgmlType, row: &[u8], at: usize) -> L {
         GgmlType::BF16 => L::load_bf16(&part(row, 2 * at)),
         GgmlType::F16 => {
             let bytes: [u8; 2 * N] = part(row, 2 * at);
-            L::load_f16(&std::array::from_fn(|i| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])))
+            L::load_f16(&array!(N, 0u16, |i| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])))
         }
         other => panic!("{other} is not a plain float"),
     }
@@ -85,8 +85,8 @@ fn product_impl<L: Lanes>(x: &[f32], cols: usize, tile: &[[f32; N]], out: &mut [
         };
         let o = &mut out[r..];
         match take {
-            8 => rows_times_tile::<L, 8>(std::array::from_fn(|i| row(r + i)), tile, o),
-            4 => rows_times_tile::<L, 4>(std::array::from_fn(|i| row(r + i)), tile, o),
+            8 => rows_times_tile::<L, 8>(array!(8, x, |i| row(r + i)), tile, o),
+            4 => rows_times_tile::<L, 4>(array!(4, x, |i| row(r + i)), tile, o),
             _ => rows_times_tile::<L, 1>([row(r)], tile, o),
         }
         r += take;

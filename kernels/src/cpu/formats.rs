@@ -34,19 +34,9 @@ pub(crate) trait Format {
     fn decode<V: Bytes>(block: &[u8], q: &mut [u8], scale: &mut [f32], min: &mut [f32]);
 }
 
-/// Widens a half float without a table or a branch that would keep the loop around it scalar.
 #[inline(always)]
-pub(crate) fn half(bits: u16) -> f32 {
-    let magnitude = u32::from(bits & 0x7fff) << 13;
-    // 2^112 moves the exponent from half's bias to single's; it is exact, subnormals included.
-    let scaled = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
-    let special = if magnitude >= 0x0f80_0000 { magnitude | 0x7f80_0000 } else { scaled };
-    f32::from_bits(special | (u32::from(bits & 0x8000) << 16))
-}
-
-#[inline(always)]
-fn half_at(b: &[u8], at: usize) -> f32 {
-    half(u16_at(b, at))
+fn half_at<V: Bytes>(b: &[u8], at: usize) -> f32 {
+    V::half(u16_at(b, at))
 }
 
 /// 32 bytes of `src` from `at`.
@@ -96,32 +86,32 @@ macro_rules! format {
 
 format!(/// `d * (q - 8)`.
 Q4_0: 18, 32, 32, false, 8, |b, q, scale, _min| {
-    scale[0] = half_at(b, 0);
+    scale[0] = half_at::<V>(b, 0);
     put(nibbles::<V>(b, 2), q, 0);
 });
 format!(/// `d * q + m`.
 Q4_1: 20, 32, 32, true, 0, |b, q, scale, min| {
-    (scale[0], min[0]) = (half_at(b, 0), half_at(b, 2));
+    (scale[0], min[0]) = (half_at::<V>(b, 0), half_at::<V>(b, 2));
     put(nibbles::<V>(b, 4), q, 0);
 });
 format!(/// `d * (q - 16)`.
 Q5_0: 22, 32, 32, false, 16, |b, q, scale, _min| {
-    scale[0] = half_at(b, 0);
+    scale[0] = half_at::<V>(b, 0);
     put(nibbles::<V>(b, 6).or(V::expand(u32_at(b, 2), 16)), q, 0);
 });
 format!(/// `d * q + m`.
 Q5_1: 24, 32, 32, true, 0, |b, q, scale, min| {
-    (scale[0], min[0]) = (half_at(b, 0), half_at(b, 2));
+    (scale[0], min[0]) = (half_at::<V>(b, 0), half_at::<V>(b, 2));
     put(nibbles::<V>(b, 8).or(V::expand(u32_at(b, 4), 16)), q, 0);
 });
 format!(/// `d * q` with signed `q`.
 Q8_0: 34, 32, 32, false, 128, |b, q, scale, _min| {
-    scale[0] = half_at(b, 0);
+    scale[0] = half_at::<V>(b, 0);
     put(load::<V>(b, 2).xor(V::splat(0x80)), q, 0);
 });
 format!(/// `(d*sc) * q - dmin*m`.
 Q2K: 84, 256, 16, true, 0, |b, q, scale, min| {
-    let (d, dmin) = (half_at(b, 80), half_at(b, 82));
+    let (d, dmin) = (half_at::<V>(b, 80), half_at::<V>(b, 82));
     for g in 0..16 {
         scale[g] = d * f32::from(b[g] & 15);
         min[g] = -(dmin * f32::from(b[g] >> 4));
@@ -135,7 +125,7 @@ Q2K: 84, 256, 16, true, 0, |b, q, scale, min| {
 });
 format!(/// `(d*sc) * (q - 4)`.
 Q3K: 110, 256, 16, false, 4, |b, q, scale, _min| {
-    let d = half_at(b, 108);
+    let d = half_at::<V>(b, 108);
     let scales = k::q3_scales(b[96..108].as_array().expect("12 bytes"));
     for g in 0..16 {
         scale[g] = d * f32::from(scales[g]);
@@ -151,7 +141,7 @@ Q3K: 110, 256, 16, false, 4, |b, q, scale, _min| {
 });
 format!(/// `(d*sc) * q - dmin*m`.
 Q4K: 144, 256, 32, true, 0, |b, q, scale, min| {
-    k_scales(b, scale, min);
+    k_scales::<V>(b, scale, min);
     for g in 0..4 {
         let low = load::<V>(b, 16 + 32 * g);
         put(field(low, 0, 15), q, 64 * g);
@@ -160,7 +150,7 @@ Q4K: 144, 256, 32, true, 0, |b, q, scale, min| {
 });
 format!(/// `(d*sc) * q - dmin*m`.
 Q5K: 176, 256, 32, true, 0, |b, q, scale, min| {
-    k_scales(b, scale, min);
+    k_scales::<V>(b, scale, min);
     let high = load::<V>(b, 16);
     for g in 0..4 {
         let low = load::<V>(b, 48 + 32 * g);
@@ -170,7 +160,7 @@ Q5K: 176, 256, 32, true, 0, |b, q, scale, min| {
 });
 format!(/// `(d*sc) * (q - 32)`.
 Q6K: 210, 256, 16, false, 32, |b, q, scale, _min| {
-    let d = half_at(b, 208);
+    let d = half_at::<V>(b, 208);
     for g in 0..16 {
         scale[g] = d * f32::from(b[192 + g] as i8);
     }
@@ -186,7 +176,7 @@ Q6K: 210, 256, 16, false, 32, |b, q, scale, _min| {
 });
 format!(/// `d * (0.5 + sc) / 4 * (q - 128)`.
 Iq2Xxs: 66, 256, 32, false, 128, |b, q, scale, _min| {
-    let d = half_at(b, 0);
+    let d = half_at::<V>(b, 0);
     for g in 0..8 {
         let at = 2 + 8 * g;
         let word = u32_at(b, at + 4);
@@ -197,7 +187,7 @@ Iq2Xxs: 66, 256, 32, false, 128, |b, q, scale, _min| {
 });
 format!(/// `d * (0.5 + sc) / 4 * (q - 128)`.
 Iq2Xs: 74, 256, 16, false, 128, |b, q, scale, _min| {
-    let d = half_at(b, 0);
+    let d = half_at::<V>(b, 0);
     for g in 0..16 {
         scale[g] = d * (0.5 + f32::from((b[66 + g / 2] >> (4 * (g % 2))) & 15)) * 0.25;
     }
@@ -210,7 +200,7 @@ Iq2Xs: 74, 256, 16, false, 128, |b, q, scale, _min| {
 });
 format!(/// `d * (0.5 + sc) / 2 * (q - 128)`.
 Iq3Xxs: 98, 256, 32, false, 128, |b, q, scale, _min| {
-    let d = half_at(b, 0);
+    let d = half_at::<V>(b, 0);
     for g in 0..8 {
         let word = u32_at(b, 66 + 4 * g);
         scale[g] = d * (0.5 + (word >> 28) as u8 as f32) * 0.5;
@@ -220,12 +210,12 @@ Iq3Xxs: 98, 256, 32, false, 128, |b, q, scale, _min| {
 });
 format!(/// `d * (q - 128)`.
 Iq4Nl: 18, 32, 32, false, 128, |b, q, scale, _min| {
-    scale[0] = half_at(b, 0);
+    scale[0] = half_at::<V>(b, 0);
     put(nibbles::<V>(b, 2).lookup(&IQ4_BYTES), q, 0);
 });
 format!(/// `(d*sc) * (q - 128)`.
 Iq4Xs: 136, 256, 32, false, 128, |b, q, scale, _min| {
-    let d = half_at(b, 0);
+    let d = half_at::<V>(b, 0);
     let scales = iq::iq4_xs_scales(b.as_array().expect("136 bytes"));
     for g in 0..8 {
         scale[g] = d * f32::from(scales[g]);
@@ -234,7 +224,7 @@ Iq4Xs: 136, 256, 32, false, 128, |b, q, scale, _min| {
 });
 format!(/// `d * (2*sc + 1) / 8 * (q - 128)`: codebook values and their shift of 1/8 in eighths.
 Iq1S: 50, 256, 32, false, 128, |b, q, scale, _min| {
-    let d = half_at(b, 0);
+    let d = half_at::<V>(b, 0);
     for g in 0..8 {
         let word = u16_at(b, 34 + 2 * g);
         scale[g] = d * f32::from(2 * ((word >> 12) & 7) + 1) * iq::IQ1_DELTA;
@@ -274,8 +264,8 @@ const IQ4_BYTES: [u8; 16] = {
 
 /// Scales and minimums of Q4_K and Q5_K.
 #[inline(always)]
-fn k_scales(b: &[u8], scale: &mut [f32], min: &mut [f32]) {
-    let (d, dmin) = (half_at(b, 0), half_at(b, 2));
+fn k_scales<V: Bytes>(b: &[u8], scale: &mut [f32], min: &mut [f32]) {
+    let (d, dmin) = (half_at::<V>(b, 0), half_at::<V>(b, 2));
     let (scales, mins) = k::scales_and_mins(b[4..16].as_array().expect("12 bytes"));
     for g in 0..8 {
         scale[g] = d * f32::from(scales[g]);
@@ -347,14 +337,6 @@ mod tests {
     use super::*;
     use crate::conformance::Random;
     use crate::quant;
-
-    #[test]
-    fn half_agrees_with_the_half_crate_on_all_65536() {
-        for bits in 0..=u16::MAX {
-            let (got, want) = (half(bits), half::f16::from_bits(bits).to_f32());
-            assert!(got.to_bits() == want.to_bits() || (got.is_nan() && want.is_nan()), "{bits:#x}");
-        }
-    }
 
     fn compare<F: Format>(ty: GgmlType, seed: u64) {
         let bytes = Random::new(seed).weights(ty, 64, SPAN);

@@ -8,7 +8,7 @@ use ds4_manifests::GgmlType;
 
 use crate::cpu::formats::{Format, SPAN, with_format};
 use crate::cpu::isa::{Isa, multiversion};
-use crate::cpu::lanes::{Lanes, N};
+use crate::cpu::lanes::{Lanes, N, array};
 use crate::cpu::q16::{BLOCK, Layout};
 
 /// 64 aligned bytes: 16 floats, or the bits of quants.
@@ -114,6 +114,7 @@ fn unpack_format<L: Lanes, F: Format>(wide: bool, rows: &[&[u8]], blocks: usize,
         staging.scale[rows.len()..].fill([0.0; N]);
         staging.min[rows.len()..].fill([0.0; N]);
     }
+    let zero = L::splat(0.0);
     let per_span = SPAN / BLOCK;
     for first in (0..blocks).step_by(per_span) {
         let n = per_span.min(blocks - first);
@@ -134,20 +135,20 @@ fn unpack_format<L: Lanes, F: Format>(wide: bool, rows: &[&[u8]], blocks: usize,
             #[allow(clippy::cast_possible_truncation, reason = "OFFSET is at most 128")]
             let offset = F::OFFSET as i16;
             for b in 0..n {
-                let mut m: [L; N] = std::array::from_fn(|i| L::widen_bytes(part(&staging.q[i], b * BLOCK), offset));
+                let mut m = array!(N, zero, |i| L::widen_bytes(part(&staging.q[i], b * BLOCK), offset));
                 transpose_to(&mut m, &mut q[(first + b) * 16..]);
             }
         } else {
             for b in (0..n).step_by(2) {
-                let mut m: [L; N] = std::array::from_fn(|i| L::load_bytes(part(&staging.q[i], b * BLOCK)));
+                let mut m = array!(N, zero, |i| L::load_bytes(part(&staging.q[i], b * BLOCK)));
                 transpose_to(&mut m, &mut q[(first + b) * 8..]);
             }
         }
         let subs = BLOCK / F::SUB;
-        let mut m: [L; N] = std::array::from_fn(|i| L::load(&staging.scale[i]));
+        let mut m = array!(N, zero, |i| L::load(&staging.scale[i]));
         transpose_to(&mut m, &mut scale[first * subs..(first + n) * subs]);
         if F::MIN {
-            let mut m: [L; N] = std::array::from_fn(|i| L::load(&staging.min[i]));
+            let mut m = array!(N, zero, |i| L::load(&staging.min[i]));
             transpose_to(&mut m, &mut min[first * subs..(first + n) * subs]);
         }
     }

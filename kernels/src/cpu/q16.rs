@@ -15,7 +15,7 @@
 )]
 
 use crate::cpu::isa::{Isa, Kind, multiversion};
-use crate::cpu::lanes::Lanes;
+use crate::cpu::lanes::{Lanes, array};
 
 /// Elements per block.
 pub(crate) const BLOCK: usize = 32;
@@ -153,8 +153,9 @@ fn quantize_avx512(x: &[f32], quants: &mut [Quants], meta: &mut [Meta]) {
     let magnitude = _mm512_set1_epi32(0x7fff_ffff);
     for ((x, out), meta) in x.as_chunks::<BLOCK>().0.iter().zip(quants).zip(meta) {
         // SAFETY: two halves of 32 floats.
-        let v = [0, 16].map(|at| unsafe { _mm512_loadu_ps(x.as_ptr().add(at)) });
-        let [a, b] = v.map(|v| _mm512_and_si512(_mm512_castps_si512(v), magnitude));
+        let v = unsafe { [_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(x.as_ptr().add(16))] };
+        let a = _mm512_and_si512(_mm512_castps_si512(v[0]), magnitude);
+        let b = _mm512_and_si512(_mm512_castps_si512(v[1]), magnitude);
         let max = f32::from_bits(_mm512_reduce_max_epu32(_mm512_max_epu32(a, b)));
         if !(1e-30..f32::INFINITY).contains(&max) {
             (*meta, *out) = (Meta::broken_or_zero(max), Quants([0; BLOCK]));
@@ -162,13 +163,16 @@ fn quantize_avx512(x: &[f32], quants: &mut [Quants], meta: &mut [Meta]) {
         }
         let inverse = _mm512_set1_ps(LIMIT / max);
         // The default rounding of the conversion is to nearest even.
-        let q = v.map(|v| _mm512_cvtps_epi32(_mm512_mul_ps(v, inverse)));
-        *meta = Meta::new(max / LIMIT, q.map(|q| _mm512_reduce_add_epi32(q)));
-        let hi = q.map(|q| _mm512_cvtepi32_epi8(_mm512_srai_epi32::<8>(_mm512_add_epi32(q, _mm512_set1_epi32(128)))));
-        let lo = q.map(|q| _mm512_cvtepi32_epi8(q));
-        for (i, part) in hi.into_iter().chain(lo).enumerate() {
-            // SAFETY: four quarters of 64 bytes.
-            unsafe { _mm_storeu_si128(out.0.as_mut_ptr().cast::<__m128i>().add(i), part) };
+        let q = array!(2, a, |i| _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse)));
+        *meta = Meta::new(max / LIMIT, array!(2, 0, |i| _mm512_reduce_add_epi32(q[i])));
+        for i in 0..2 {
+            let hi = _mm512_srai_epi32::<8>(_mm512_add_epi32(q[i], _mm512_set1_epi32(128)));
+            // SAFETY: four quarters of 64 bytes, two for high bytes and two for low ones.
+            unsafe {
+                let to = out.0.as_mut_ptr().cast::<__m128i>();
+                _mm_storeu_si128(to.add(i), _mm512_cvtepi32_epi8(hi));
+                _mm_storeu_si128(to.add(2 + i), _mm512_cvtepi32_epi8(q[i]));
+            }
         }
     }
 }

@@ -61,16 +61,21 @@ fn prefetch<const BYTES: usize>(rows: &[*const u8; N], blocks: usize, b: usize) 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
 unsafe fn dwords(rows: &[*const u8; N], at: usize) -> [__m512i; 4] {
-    let z: [__m512i; 4] = std::array::from_fn(|j| {
+    let mut z = [_mm512_setzero_si512(); 4];
+    for j in 0..4 {
         // SAFETY: as the caller promises.
         unsafe {
-            let part = |i: usize| _mm_loadu_si128(rows[i].add(at).cast());
-            let z = _mm512_castsi128_si512(part(j));
-            let z = _mm512_mask_broadcast_i32x4(z, 0x00f0, part(4 + j));
-            let z = _mm512_mask_broadcast_i32x4(z, 0x0f00, part(8 + j));
-            _mm512_mask_broadcast_i32x4(z, 0xf000, part(12 + j))
+            let part = [
+                _mm_loadu_si128(rows[j].add(at).cast()),
+                _mm_loadu_si128(rows[4 + j].add(at).cast()),
+                _mm_loadu_si128(rows[8 + j].add(at).cast()),
+                _mm_loadu_si128(rows[12 + j].add(at).cast()),
+            ];
+            let low = _mm512_mask_broadcast_i32x4(_mm512_castsi128_si512(part[0]), 0x00f0, part[1]);
+            let low = _mm512_mask_broadcast_i32x4(low, 0x0f00, part[2]);
+            z[j] = _mm512_mask_broadcast_i32x4(low, 0xf000, part[3]);
         }
-    });
+    }
     let (a, b) = (_mm512_unpacklo_epi32(z[0], z[1]), _mm512_unpackhi_epi32(z[0], z[1]));
     let (c, d) = (_mm512_unpacklo_epi32(z[2], z[3]), _mm512_unpackhi_epi32(z[2], z[3]));
     [_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c), _mm512_unpacklo_epi64(b, d), _mm512_unpackhi_epi64(b, d)]
