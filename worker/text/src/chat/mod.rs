@@ -106,7 +106,7 @@ enum Layout {
 }
 
 impl ChatTemplate {
-    /// For DeepSeek V4 (`general.architecture` = `deepseek4`) the layout that its makers published; else compiles
+    /// For DeepSeek V4 (`general.architecture` = `deepseek4`, with its own vocabulary) the layout that its makers published; else compiles
     /// `tokenizer.chat_template` and renders trial conversations with it.
     ///
     /// # Errors

@@ -1,8 +1,8 @@
 //! The text side of DeepSeek V4: its control tokens, its prompt layout, and its tool-call markup (DSML).
 //!
 //! The layout is the one the model was trained with, DeepSeek's published encoder, and not the variant of the `ds4`
-//! program. [`crate::ChatTemplate`] uses it for every model whose `general.architecture` is `deepseek4`, whatever Jinja
-//! template the file carries.
+//! program. [`crate::ChatTemplate`] uses it for every model whose `general.architecture` is `deepseek4` and whose
+//! `tokenizer.ggml.pre` is `joyai-llm`, whatever Jinja template the file carries.
 //!
 //! # What is known to be missing
 //! * The quick-task tokens (`<｜action｜>` and its like) are control tokens here but no message asks for them.

@@ -80,9 +80,9 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 /// What follows the system text when the answer has a schema, before the schema itself.
 const RESPONSE_FORMAT: &str = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n";
 
-/// True for a model of this family.
+/// True for a model of this family with its vocabulary. A small one made for tests may have another's, and that one's template.
 pub(crate) fn is_model(m: &Metadata) -> bool {
-    m.str("general.architecture") == Some("deepseek4")
+    m.str("general.architecture") == Some("deepseek4") && super::is_tokenizer(m)
 }
 
 /// One turn, after a tool's results were put into user turns.

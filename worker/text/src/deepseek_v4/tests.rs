@@ -275,6 +275,48 @@ fn deepseek_v4_prompts_equal_the_published_encoder() {
     assert_eq!(compared, 300);
 }
 
+/// The calls of those conversations, written as the encoder writes them, are read back.
+#[test]
+fn deepseek_v4_calls_of_a_history_are_read_back() {
+    let template = ChatTemplate::compile(metadata()).expect("encoder");
+    let options = dsml::Options { tools: vec!["list_files".into()], ..dsml::Options::default() };
+    let mut seen = 0;
+    for case in fixture("deepseek_v4/prompts.json")["cases"].as_array().expect("cases") {
+        for message in &input_of(&case["input"]).messages {
+            let Some(calls) = message.tool_calls.as_ref().and_then(Value::as_array) else { continue };
+            let input = ChatInput {
+                add_generation_prompt: false,
+                ..ChatInput::of(vec![ChatMessage::new("user", "q"), message.clone()])
+            };
+            let prompt = template.render(&input).expect("renders").text();
+            let answer = prompt.split(END_THINK).nth(1).expect("answer").trim_end_matches(EOS);
+            let mut parser = dsml::Parser::new(options.clone());
+            let events: Vec<dsml::Event> =
+                parser.push(answer).into_iter().chain(parser.finish(dsml::End::Stop)).collect();
+            let read: Vec<Value> = events
+                .iter()
+                .filter_map(|e| match e {
+                    dsml::Event::Call(c) => {
+                        let arguments: Value = serde_json::from_str(&c.arguments).expect("JSON");
+                        Some(json!([c.name, arguments]))
+                    }
+                    _ => None,
+                })
+                .collect();
+            let made: Vec<Value> = calls
+                .iter()
+                .map(|c| {
+                    let arguments = c["function"]["arguments"].as_str().expect("text");
+                    json!([c["function"]["name"], serde_json::from_str::<Value>(arguments).expect("JSON")])
+                })
+                .collect();
+            assert_eq!(read, made, "{answer}");
+            seen += made.len();
+        }
+    }
+    assert!(seen > 300, "{seen} calls");
+}
+
 #[test]
 fn deepseek_v4_worked_examples() {
     let a = ChatInput {
@@ -382,5 +424,11 @@ fn deepseek_v4_what_is_refused() {
     assert_eq!(e, TextError::UnsupportedPart { kind: "image_url".into() });
     let mut m = Metadata::default();
     m.set("general.architecture", Meta::String("deepseek4".into()));
+    assert_eq!(
+        ChatTemplate::compile(&m).err(),
+        Some(TextError::NoChatTemplate),
+        "another vocabulary has its own template"
+    );
+    m.set("tokenizer.ggml.pre", Meta::String("joyai-llm".into()));
     assert!(matches!(ChatTemplate::compile(&m), Err(TextError::Damaged { what }) if what.contains(BOS)));
 }

@@ -43,11 +43,8 @@ impl Code {
 
     fn ticks(&mut self, c: char, run: usize, fresh: bool) {
         match self.fence {
-            Some((open, len)) => {
-                if fresh && open == c && run >= len {
-                    self.fence = None;
-                }
-            }
+            Some((open, len)) if fresh && open == c && run >= len => self.fence = None,
+            Some(_) => {}
             None if fresh && run >= 3 => self.fence = Some((c, run)),
             None if c == '`' && self.span == 0 => self.span = run,
             None if c == '`' && self.span == run => self.span = 0,

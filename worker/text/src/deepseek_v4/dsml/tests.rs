@@ -218,6 +218,68 @@ fn deepseek_v4_dsml_syntax_positions() {
     assert_eq!(none.position(), Free, "no tools, nothing to be greedy for");
 }
 
+/// Tags, halves of tags and text in any order: what comes out does not depend on how the text was cut, text without any tag is
+/// left as it is, and arguments are always an object.
+#[test]
+fn deepseek_v4_dsml_random_mixtures_do_not_depend_on_chunks() {
+    const SNIPPETS: &[&str] = &[
+        "<｜DSML｜tool_calls>",
+        "</｜DSML｜tool_calls>",
+        "<｜DSML｜invoke name=\"f\">",
+        "</｜DSML｜invoke>",
+        "<｜DSML｜parameter name=\"a\" string=\"true\">",
+        "<｜DSML｜parameter name=\"b\" string=\"false\">",
+        "</｜DSML｜parameter>",
+        "<tool_calls>",
+        "<invoke name=\"f\">",
+        "<parameter name=\"c\">",
+        "</parameter>",
+        "</invoke>",
+        "</tool_calls>",
+        "<｜DSML｜",
+        "</",
+        "<",
+        "｜DSML｜",
+        ">",
+        "/>",
+        "\"",
+        "name=",
+        "<｜DSML｜function_calls",
+        "<think>",
+        "</think>",
+        "\n",
+        "\n\n",
+        " ",
+        "text",
+        "`",
+        "```\n",
+        "```",
+        "{\"a\": 1}",
+        "5",
+        "a < b",
+        "é漢",
+        "<b>",
+        "~~~\n",
+        "&lt;",
+    ];
+    let mut rng = crate::test_support::Rng::new(5);
+    let mut called = 0;
+    for round in 0..20_000 {
+        let text: String = (0..=rng.below(14)).map(|_| SNIPPETS[rng.below(SNIPPETS.len())]).collect();
+        let end = if rng.below(2) == 0 { End::Stop } else { End::Length };
+        let options = if round % 5 == 0 { Options::default() } else { options(round % 2 == 0) };
+        let parsed = parse(&options, &text, end);
+        for c in &parsed.calls {
+            assert!(serde_json::from_str::<serde_json::Value>(&c.arguments).is_ok_and(|v| v.is_object()), "{text}");
+        }
+        called += parsed.calls.len();
+        if !text.contains(['<', '｜']) && !options.thinking {
+            assert_eq!(parsed.content, text);
+        }
+    }
+    assert!(called > 1000, "{called} calls");
+}
+
 #[test]
 fn deepseek_v4_dsml_long_values_are_linear() {
     for unit in ["a", "<", "</", "</parameter>", "<｜", "&lt;", "`", "\n<b>x</b>", "</｜DSML"] {
