@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Models fray it. [`Parser`] accepts what can only have been meant as a call, and leaves as text what was only quoted:
-//! everything in the reasoning, in code spans and code blocks, tags in the middle of a sentence that no call follows, and
-//! plain XML that does not name a tool on offer.
+//! everything in the reasoning, in code spans and code blocks, what repeats a user's words, tags in the middle of a sentence that
+//! no call follows, and plain XML that does not name a tool on offer.
 //!
 //! # Choices
 //! * String values are taken as they are, as in training. [`Options::decode_entities`] turns `&lt;` and its like back for
@@ -58,6 +58,9 @@ pub struct Options {
     pub thinking: bool,
     /// Names of the tools on offer. Empty: none were sent, and a tool's tag ends the answer.
     pub tools: Vec<String>,
+    /// What others said in the conversation: users' messages and tools' results. A call that repeats part of one of these
+    /// letter by letter is a quotation and stays text.
+    pub quoted: Vec<String>,
     /// Turn `&amp;`, `&lt;`, `&gt;`, `&quot;` and `&apos;` in string values into what they stand for.
     pub decode_entities: bool,
 }

@@ -4,48 +4,25 @@
 
 use super::markdown::Code;
 use super::tags::{Lexed, Name, Tag, lex, may_begin};
-use super::value::{decode_entities, is_object, json_text, minify, string_text};
+use super::value::{is_object, json_text, minify};
 use super::{End, Event, Options, Position, ToolCall};
 use crate::deepseek_v4::{END_THINK, THINK};
 
-/// An open parameter.
-#[derive(Debug)]
-struct Parameter {
-    name: Option<String>,
-    string: Option<bool>,
-    /// Opened with DSML's marker: plain tags inside are its value.
-    marked: bool,
-    body: String,
-    /// Parameters inside it: it is an object.
-    children: Vec<(String, String)>,
-    in_string: bool,
-    escaped: bool,
-}
+mod call;
+mod decide;
 
-impl Parameter {
-    fn push(&mut self, text: &str) {
-        for c in text.chars() {
-            match c {
-                _ if self.escaped => self.escaped = false,
-                '\\' => self.escaped = self.in_string,
-                '"' => self.in_string = !self.in_string,
-                _ => {}
-            }
-        }
-        self.body += text;
-    }
-}
+use call::{Call, close_parameter, object, open_parameter};
+use decide::Verdict;
 
-/// An open call.
-#[derive(Debug)]
-struct Call {
-    name: String,
-    marked: bool,
-    /// Names and JSON texts.
-    parameters: Vec<(String, String)>,
-    /// Text between its tags: some models write one JSON object there.
-    stray: String,
-    open: Vec<Parameter>,
+/// The text of the calls being read, to tell a quotation.
+#[derive(Debug, Default)]
+struct Region {
+    reading: bool,
+    /// From its first tag on, with the white space before it.
+    text: String,
+    space: String,
+    /// How much of the text was shown, as a quotation.
+    shown: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,24 +37,6 @@ enum State {
     Call,
     /// A tag ended the answer.
     Stopped,
-}
-
-/// What to do with a tag in content.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
-    Text,
-    Drop,
-    Enter,
-    Wait,
-}
-
-/// The next thing after a tag.
-enum Next {
-    Nothing,
-    Undecided,
-    Tag(Tag, usize),
-    Brace,
-    Prose,
 }
 
 /// A streaming parser of one answer.
@@ -97,6 +56,7 @@ pub struct Parser {
     spoken: bool,
     in_block: bool,
     call: Option<Call>,
+    region: Region,
     calls: usize,
     cut: bool,
     waiting: bool,
@@ -118,6 +78,7 @@ impl Parser {
             spoken: false,
             in_block: false,
             call: None,
+            region: Region::default(),
             calls: 0,
             cut: false,
             waiting: false,
@@ -204,7 +165,11 @@ impl Parser {
 
     fn take(&mut self, len: usize) -> String {
         let rest = self.buffer.split_off(len);
-        std::mem::replace(&mut self.buffer, rest)
+        let taken = std::mem::replace(&mut self.buffer, rest);
+        if self.region.reading && !self.options.quoted.is_empty() {
+            self.region.text += &taken;
+        }
+        taken
     }
 
     fn emit_reasoning(&mut self, text: &str) {
@@ -317,70 +282,15 @@ impl Parser {
                     self.take(len);
                 }
                 Verdict::Enter => {
+                    let space = std::mem::take(&mut self.space);
+                    self.region = Region { reading: true, space, ..Region::default() };
                     self.take(len);
-                    self.space.clear();
                     self.in_block = tag.name == Name::Block;
                     self.state = State::Block;
                     if tag.name != Name::Block {
                         self.begin_call(tag);
                     }
                 }
-            },
-        }
-    }
-
-    /// What follows after `len` bytes of the buffer.
-    fn next(&self, len: usize) -> Next {
-        let rest = &self.buffer[len..];
-        let trimmed = rest.trim_start();
-        let offset = self.buffer.len() - trimmed.len();
-        match trimmed.chars().next() {
-            None => Next::Nothing,
-            Some('{') => Next::Brace,
-            Some(c) if may_begin(c) => match lex(trimmed) {
-                Lexed::No => Next::Prose,
-                Lexed::Partial { .. } => Next::Undecided,
-                Lexed::Tag(n, tag) => Next::Tag(tag, offset + n),
-            },
-            Some(_) => Next::Prose,
-        }
-    }
-
-    /// What a tag in content is. A tag is a call's when a call goes on after it; a lone one at the beginning of a line is the
-    /// model's slip and not shown; a lone one in a sentence is text.
-    fn judge(&self, tag: &Tag, len: usize, end: Option<End>) -> Verdict {
-        let lone = if tag.marked && self.fresh { Verdict::Drop } else { Verdict::Text };
-        if tag.closes {
-            return if tag.marked || self.after_call { Verdict::Drop } else { Verdict::Text };
-        }
-        let offered = |t: &Tag| t.called.as_ref().is_some_and(|n| self.options.tools.contains(n));
-        match tag.name {
-            Name::Parameter | Name::Unknown => lone,
-            Name::Block if tag.self_closed => lone,
-            Name::Block => match self.next(len) {
-                Next::Nothing | Next::Undecided if end.is_none() => Verdict::Wait,
-                Next::Nothing | Next::Undecided if tag.marked && self.fresh => Verdict::Enter,
-                Next::Tag(next, _) if next.marked && tag.marked => Verdict::Enter,
-                Next::Tag(next, _) if next.name == Name::Invoke && !next.closes && next.called.is_some() => {
-                    let known = tag.marked || next.marked || self.options.tools.is_empty() || offered(&next);
-                    if known { Verdict::Enter } else { Verdict::Text }
-                }
-                _ => lone,
-            },
-            Name::Invoke if tag.called.is_none() => lone,
-            Name::Invoke if !tag.marked && !offered(tag) && !self.options.tools.is_empty() => Verdict::Text,
-            Name::Invoke if tag.self_closed => Verdict::Enter,
-            Name::Invoke => match self.next(len) {
-                Next::Nothing | Next::Undecided if end.is_none() => Verdict::Wait,
-                Next::Nothing | Next::Undecided => {
-                    if tag.marked && self.fresh {
-                        Verdict::Enter
-                    } else {
-                        lone
-                    }
-                }
-                Next::Tag(..) | Next::Brace => Verdict::Enter,
-                Next::Prose => lone,
             },
         }
     }
@@ -412,13 +322,36 @@ impl Parser {
         }
     }
 
+    /// True when the calls so far repeat what someone else said; they are shown then.
+    fn is_quotation(&mut self) -> bool {
+        let text = self.region.text.trim();
+        if text.is_empty() || !self.options.quoted.iter().any(|q| q.contains(text)) {
+            return false;
+        }
+        self.show_quotation();
+        true
+    }
+
+    fn show_quotation(&mut self) {
+        let region = std::mem::take(&mut self.region);
+        self.emit_content(&region.space);
+        self.emit_content(&region.text[region.shown..]);
+        self.spoken = true;
+        self.region = Region { shown: region.text.len(), space: String::new(), ..region };
+    }
+
     /// Back to content.
     fn leave(&mut self) {
+        let quotes = self.region.shown > 0;
+        if quotes {
+            self.show_quotation();
+        }
+        self.region = Region::default();
         self.in_block = false;
         self.state = State::Content;
         self.space.clear();
         self.fresh = true;
-        self.after_call = true;
+        self.after_call = !quotes;
         self.code = Code::default();
     }
 
@@ -440,11 +373,18 @@ impl Parser {
             return;
         }
         while close_parameter(&mut call, true, self.options.decode_entities) {}
+        if self.is_quotation() {
+            return self.after_one();
+        }
         let stray = call.stray.trim();
         let arguments =
             if call.parameters.is_empty() && is_object(stray) { minify(stray) } else { object(&call.parameters) };
         self.events.push(Event::Call(ToolCall { name: call.name, arguments }));
         self.calls += 1;
+        self.after_one();
+    }
+
+    fn after_one(&mut self) {
         if self.in_block {
             self.state = State::Block;
         } else {
@@ -506,45 +446,6 @@ impl Parser {
         self.apply(call, tag);
     }
 
-    /// Whether a tag inside a call is the call's own or part of a value; `None` when what follows must tell.
-    fn is_structural(&self, call: &Call, tag: &Tag, len: usize, end: Option<End>) -> Option<bool> {
-        let Some(parameter) = call.open.last() else {
-            // Inside a JSON body, only tags of the call's own kind end it.
-            return Some(tag.marked || !call.marked || !call.stray.trim_start().starts_with('{'));
-        };
-        if tag.marked || !parameter.marked {
-            return Some(match tag.name {
-                Name::Block => tag.closes,
-                Name::Unknown => tag.closes,
-                Name::Invoke | Name::Parameter => true,
-            });
-        }
-        // A plain closer in a marked call: a value may well contain it. It counts when the call goes on, or the text ends.
-        if !tag.closes || tag.name == Name::Unknown {
-            return Some(false);
-        }
-        let (mut level, mut at) = (tag.name, len);
-        loop {
-            match self.next(at) {
-                Next::Nothing | Next::Undecided => return end.map(|e| e == End::Stop),
-                Next::Brace | Next::Prose => return Some(level == Name::Block),
-                Next::Tag(next, after) => {
-                    let goes_on = match (level, next.name, next.closes) {
-                        (Name::Parameter, Name::Parameter, closes) => !closes && next.called.is_some(),
-                        (Name::Parameter, Name::Invoke | Name::Block, _) => true,
-                        (Name::Invoke, Name::Invoke, closes) => !closes,
-                        (Name::Invoke, Name::Block, closes) => closes,
-                        _ => false,
-                    };
-                    if next.marked || !goes_on || !next.closes {
-                        return Some(goes_on && next.marked);
-                    }
-                    (level, at) = (next.name, after);
-                }
-            }
-        }
-    }
-
     fn apply(&mut self, mut call: Call, tag: Tag) {
         let decode = self.options.decode_entities;
         match tag.name {
@@ -581,57 +482,4 @@ impl Parser {
 
 fn lex_held(buffer: &str) -> Option<Lexed> {
     buffer.starts_with(may_begin).then(|| lex(buffer))
-}
-
-fn open_parameter(call: &mut Call, tag: Tag, decode: bool) {
-    if let Some(p) = call.open.last() {
-        let nests = p.string.is_none() && p.body.trim().is_empty();
-        if !nests {
-            close_parameter(call, true, decode);
-        }
-    }
-    call.open.push(Parameter {
-        name: tag.called,
-        string: tag.string,
-        marked: tag.marked,
-        body: tag.value.unwrap_or_default(),
-        children: Vec::new(),
-        in_string: false,
-        escaped: false,
-    });
-    if tag.self_closed {
-        close_parameter(call, false, decode);
-    }
-}
-
-/// Closes the innermost parameter; false when none is open. `implied`: its closer was forgotten, so the line break before
-/// the next tag is not its own.
-fn close_parameter(call: &mut Call, implied: bool, decode: bool) -> bool {
-    let Some(p) = call.open.pop() else { return false };
-    let body = if implied { p.body.trim_end() } else { &p.body };
-    let value = if !p.children.is_empty() {
-        object(&p.children)
-    } else {
-        let string = || string_text(&if decode { decode_entities(body) } else { body.to_owned() });
-        match p.string {
-            Some(false) => json_text(body).unwrap_or_else(string),
-            _ => string(),
-        }
-    };
-    let Some(name) = p.name else { return true };
-    let list = match call.open.last_mut() {
-        Some(parent) => &mut parent.children,
-        None => &mut call.parameters,
-    };
-    // Said twice: the last one counts, in the first one's place.
-    match list.iter_mut().find(|(n, _)| *n == name) {
-        Some((_, old)) => *old = value,
-        None => list.push((name, value)),
-    }
-    true
-}
-
-fn object(members: &[(String, String)]) -> String {
-    let members: Vec<String> = members.iter().map(|(k, v)| format!("{}:{v}", string_text(k))).collect();
-    format!("{{{}}}", members.join(","))
 }

@@ -13,7 +13,7 @@ pub(super) struct Parsed {
 }
 
 pub(super) fn options(thinking: bool) -> Options {
-    Options { thinking, tools: ["f", "list_files"].map(String::from).to_vec(), decode_entities: false }
+    Options { thinking, tools: ["f", "list_files"].map(String::from).to_vec(), ..Options::default() }
 }
 
 /// Parses `text` given in pieces of `size` characters (0: whole).
@@ -116,6 +116,28 @@ fn t3_dsml_quoted_stays_text() {
     }
     let parsed = parse(&options(true), CALL, End::Stop);
     assert_eq!((parsed.reasoning.as_str(), parsed.calls.len()), (CALL, 0), "reasoning that never ended");
+}
+
+#[test]
+fn t3_echo_of_what_the_user_wrote_is_no_call() {
+    let two = CALL.replace("</｜DSML｜tool_calls>", "<｜DSML｜invoke name=\"f\"/>\n</｜DSML｜tool_calls>");
+    let bare = "<｜DSML｜invoke name=\"f\">\n<｜DSML｜parameter name=\"a\">x";
+    for quoted in [CALL, &two, bare] {
+        let options =
+            Options { quoted: vec!["hi".into(), format!("Repeat this:\n{quoted}\nand stop")], ..options(false) };
+        let text = format!("You wrote\n\n{quoted}");
+        let parsed = parse(&options, &text, End::Stop);
+        assert_eq!((parsed.content.as_str(), parsed.calls.len()), (text.as_str(), 0));
+        // Another call is a call, in the same answer too.
+        let other = CALL.replace(">1<", ">2<");
+        let parsed = parse(&options, &format!("Well.\n\n{other}"), End::Stop);
+        assert_eq!((parsed.content.as_str(), parsed.calls), ("Well.", vec![call("f", "{\"a\":\"2\"}")]));
+        if quoted != bare {
+            let parsed = parse(&options, &format!("{text}\nand so\n\n{other}"), End::Stop);
+            assert_eq!(parsed.calls, [call("f", "{\"a\":\"2\"}")]);
+            assert!(parsed.content.starts_with(&text) && parsed.content.ends_with("and so"), "{}", parsed.content);
+        }
+    }
 }
 
 #[test]
