@@ -13,7 +13,7 @@ pub use catalog::{Catalog, CatalogError};
 pub use codec::{ManifestError, decode, encode};
 pub use content::{content_hash, hash_files};
 pub use dtype::GgmlType;
-pub use gguf::{GgufError, GgufModel, GgufWriter, TensorInfo};
+pub use gguf::{GgufError, GgufModel, GgufPlan, GgufWriter, TensorInfo};
 pub use layout::{Layout, plan_layout};
 pub use metadata::{Metadata, StringTable, Value};
 pub use weights::{Backend, Chunk, ModelIdentity, TensorEntry, TensorIndex, WeightManifest};

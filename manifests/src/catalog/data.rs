@@ -13,12 +13,21 @@ use crate::dtype::GgmlType;
 pub(super) struct FamilyData {
     pub family: String,
     pub hyper: Vec<HyperData>,
+    /// Metadata arrays with a value for each layer.
+    #[serde(default)]
+    pub per_layer: Vec<PerLayerData>,
     #[serde(default)]
     pub multiples: Vec<[Expr; 2]>,
     #[serde(default)]
     pub at_most: Vec<[Expr; 2]>,
     #[serde(default)]
     pub equal: Vec<[Expr; 2]>,
+    /// Expressions whose value must be a power of two.
+    #[serde(default)]
+    pub powers_of_two: Vec<Expr>,
+    /// Pairs of tensor rows whose types must agree in every layer.
+    #[serde(default)]
+    pub same_type: Vec<[String; 2]>,
     #[serde(default)]
     pub only: Vec<OnlyData>,
     #[serde(rename = "tensor")]
@@ -37,6 +46,22 @@ pub(super) struct HyperData {
     pub default: Option<Expr>,
     /// The same for floats.
     pub default_float: Option<f64>,
+    /// Zero is a value like any other.
+    #[serde(default)]
+    pub zero: bool,
+}
+
+/// A metadata array of at least `layers` entries; further ones (multi-token prediction blocks) are not looked at.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct PerLayerData {
+    /// Its name: in shapes it stands for the layer's value.
+    pub name: String,
+    pub key: String,
+    #[serde(default)]
+    pub kind: HyperKind,
+    /// Smallest value that is not zero, for whole numbers.
+    pub at_least_unless_zero: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
@@ -70,6 +95,26 @@ pub(super) struct TensorData {
     pub optional: bool,
     /// Half-open range of layers that have it; all when absent.
     pub layers: Option<[Expr; 2]>,
+    /// Which of those layers, by a per-layer value; all when absent.
+    pub when: Option<WhenData>,
+    /// Another name that some files give it.
+    pub alias: Option<String>,
+}
+
+/// A condition on a layer: its value of `name` is in `is` (if given) and not in `not`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct WhenData {
+    pub name: String,
+    pub is: Option<Vec<u64>>,
+    #[serde(default)]
+    pub not: Vec<u64>,
+}
+
+impl WhenData {
+    pub fn holds(&self, value: u64) -> bool {
+        self.is.as_ref().is_none_or(|is| is.contains(&value)) && !self.not.contains(&value)
+    }
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq)]
@@ -92,6 +137,9 @@ pub(super) struct EntryData {
     pub absent: Vec<String>,
     #[serde(default)]
     pub hyper: BTreeMap<String, toml::Value>,
+    /// Per-layer values: one list entry a layer, or a single value for all.
+    #[serde(default)]
+    pub per_layer: BTreeMap<String, toml::Value>,
     pub tokenizer: Option<TokenizerData>,
     pub types: BTreeMap<String, Vec<TypeName>>,
     #[serde(default)]

@@ -6,7 +6,7 @@ use super::data::{ClassData, EntryData, HyperData, HyperKind, TokenizerData};
 use super::family::{Family, Reading, show};
 use super::{HyperParams, Number, TensorLike};
 use crate::dtype::GgmlType;
-use crate::metadata::Metadata;
+use crate::metadata::{Metadata, Value};
 
 /// How much an entry promises.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +44,8 @@ pub struct Entry {
     pub(super) absent: Vec<String>,
     pub(super) types: BTreeMap<String, Vec<GgmlType>>,
     hyper: BTreeMap<String, Number>,
+    /// One value a layer.
+    per_layer: BTreeMap<String, Vec<Number>>,
     tokenizer: Option<TokenizerData>,
 }
 
@@ -65,24 +67,35 @@ impl Entry {
             return fail(format!("absent tensor {name:?} is not an optional one of its family"));
         }
         let mut hyper = BTreeMap::new();
+        let mut per_layer = BTreeMap::new();
         if data.class == ClassData::Validated {
             if data.tokenizer.is_none() {
                 return fail("a validated entry needs [tokenizer]".into());
             }
             for h in &family.data.hyper {
-                let number = match (h.kind, data.hyper.get(&h.name)) {
-                    (HyperKind::Int, Some(toml::Value::Integer(v))) => u64::try_from(*v).ok().map(Number::Int),
-                    (HyperKind::Float, Some(toml::Value::Float(v))) => Some(Number::Float(*v)),
-                    _ => None,
-                };
-                match number {
+                match data.hyper.get(&h.name).and_then(|v| number(h.kind, v)) {
                     Some(number) => hyper.insert(h.name.clone(), number),
                     None => return fail(format!("hyper.{} is missing or of another kind", h.name)),
+                };
+            }
+            let layers = hyper.get("layers").and_then(|n| usize::try_from(n.int()?).ok()).unwrap_or(0);
+            for p in &family.data.per_layer {
+                let values: Option<Vec<Number>> = match data.per_layer.get(&p.name) {
+                    Some(toml::Value::Array(list)) => list.iter().map(|v| number(p.kind, v)).collect(),
+                    Some(one) => number(p.kind, one).map(|n| vec![n; layers]),
+                    None => None,
+                };
+                match values.filter(|v| v.len() == layers) {
+                    Some(values) => per_layer.insert(p.name.clone(), values),
+                    None => return fail(format!("per_layer.{} is not {layers} values of its kind", p.name)),
                 };
             }
         }
         if let Some(name) = data.hyper.keys().find(|n| !hyper.contains_key(*n)) {
             return fail(format!("hyper.{name} is not used by its family or class"));
+        }
+        if let Some(name) = data.per_layer.keys().find(|n| !per_layer.contains_key(*n)) {
+            return fail(format!("per_layer.{name} is not used by its family or class"));
         }
         let mut known = Vec::new();
         for k in &data.known {
@@ -104,6 +117,7 @@ impl Entry {
             absent: data.absent,
             types: data.types.into_iter().map(|(role, list)| (role, list.into_iter().map(|t| t.0).collect())).collect(),
             hyper,
+            per_layer,
             tokenizer: data.tokenizer,
         })
     }
@@ -111,6 +125,38 @@ impl Entry {
     /// True when `content` is the hash of a file that was checked.
     pub fn is_known(&self, content: &[u8; 32]) -> bool {
         self.known.iter().any(|k| k.content == *content)
+    }
+
+    /// Metadata that says what a validated entry is: its architecture, every hyper-parameter and per-layer value. Floats are
+    /// rounded to f32, as files keep them. For a `dev` entry it says the architecture only.
+    pub(super) fn metadata(&self, family: &Family) -> Metadata {
+        let mut m = Metadata::default();
+        m.set("general.architecture", Value::String(self.family.clone()));
+        #[allow(clippy::cast_possible_truncation, reason = "files keep f32")]
+        let narrow = |v: f64| v as f32;
+        for h in &family.data.hyper {
+            match self.hyper.get(&h.name) {
+                Some(Number::Int(v)) => m.set(&h.key, Value::U64(*v)),
+                Some(Number::Float(v)) => m.set(&h.key, Value::F64(f64::from(narrow(*v)))),
+                None => {}
+            }
+        }
+        for p in &family.data.per_layer {
+            let Some(values) = self.per_layer.get(&p.name) else { continue };
+            let ints = values.iter().filter_map(|n| i64::try_from(n.int()?).ok());
+            let floats = values.iter().filter_map(|n| match n {
+                Number::Float(v) => Some(narrow(*v)),
+                Number::Int(_) => None,
+            });
+            m.set(
+                &p.key,
+                match p.kind {
+                    HyperKind::Int => Value::Ints(ints.collect()),
+                    HyperKind::Float => Value::Floats(floats.collect()),
+                },
+            );
+        }
+        m
     }
 
     /// Every hyper-parameter that differs from this entry, in the family's order.
@@ -139,6 +185,19 @@ impl Entry {
         metadata: &Metadata,
         tensors: &[T],
     ) -> Result<HyperParams, String> {
+        let hyper = self.hyper_params(family, readings, metadata)?;
+        self.tokenizer_difference(&hyper, metadata).map_or(Ok(()), Err)?;
+        self.tensor_difference(family, &hyper, tensors).map_or(Ok(()), Err)?;
+        Ok(hyper)
+    }
+
+    /// The hyper-parameters alone, checked against the family's rules.
+    pub(super) fn hyper_params(
+        &self,
+        family: &Family,
+        readings: &[(&HyperData, Reading)],
+        metadata: &Metadata,
+    ) -> Result<HyperParams, String> {
         let mut hyper = HyperParams::default();
         for (h, reading) in readings {
             match reading {
@@ -152,14 +211,21 @@ impl Entry {
                 }
             };
         }
+        hyper.per_layer = family.read_per_layer(metadata, hyper.int("layers").unwrap_or(0))?;
+        for (name, expected) in &self.per_layer {
+            let found = hyper.per_layer.get(name).map_or(&[][..], Vec::as_slice);
+            if let Some(i) = (0..expected.len()).find(|i| !found.get(*i).is_some_and(|f| same(*f, expected[*i]))) {
+                let key = family.per_layer_key(name).unwrap_or(name);
+                let found = found.get(i).map_or_else(|| "missing".to_owned(), Number::to_string);
+                return Err(format!("{key}[{i}] is {found}, expected {}", expected[i]));
+            }
+        }
         if let Some(broken) = family.broken_rule(&hyper) {
             return Err(broken);
         }
         if let Some(variant) = family.unimplemented_variant(metadata) {
             return Err(variant);
         }
-        self.tokenizer_difference(&hyper, metadata).map_or(Ok(()), Err)?;
-        self.tensor_difference(family, &hyper, tensors).map_or(Ok(()), Err)?;
         Ok(hyper)
     }
 
@@ -197,7 +263,8 @@ impl Entry {
         }
         let mut rest: HashMap<&str, &T> = tensors.iter().map(|t| (t.name(), t)).collect();
         for expected in family.expected(self, hyper) {
-            let Some(found) = rest.remove(expected.name.as_str()) else {
+            let found = rest.remove(expected.name.as_str());
+            let Some(found) = found.or_else(|| rest.remove(expected.alias?)) else {
                 if expected.optional {
                     continue;
                 }
@@ -221,11 +288,29 @@ impl Entry {
                 ));
             }
         }
+        let types: HashMap<&str, GgmlType> = tensors.iter().map(|t| (t.name(), t.ty())).collect();
+        for (pair, i) in family.data.same_type.iter().flat_map(|pair| (0..layers).map(move |i| (pair, i))) {
+            let [a, b] = pair.each_ref().map(|row| row.replace("{layer}", &i.to_string()));
+            if let (Some(x), Some(y)) = (types.get(a.as_str()), types.get(b.as_str()))
+                && x != y
+            {
+                return Some(format!("tensor {b} has type {y}, expected that of {a}, {x}"));
+            }
+        }
         // In file order, so that the message does not depend on hashing.
         tensors
             .iter()
             .find(|t| rest.contains_key(t.name()))
             .map(|t| format!("tensor {:?} is not in the table of {}", t.name(), self.id))
+    }
+}
+
+/// A value of an entry file.
+fn number(kind: HyperKind, value: &toml::Value) -> Option<Number> {
+    match (kind, value) {
+        (HyperKind::Int, toml::Value::Integer(v)) => u64::try_from(*v).ok().map(Number::Int),
+        (HyperKind::Float, toml::Value::Float(v)) => Some(Number::Float(*v)),
+        _ => None,
     }
 }
 

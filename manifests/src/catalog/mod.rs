@@ -93,12 +93,18 @@ impl std::fmt::Display for Number {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HyperParams {
     values: BTreeMap<String, Number>,
+    per_layer: BTreeMap<String, Vec<Number>>,
 }
 
 impl HyperParams {
     /// A whole-number parameter.
     pub fn int(&self, name: &str) -> Option<u64> {
         self.values.get(name)?.int()
+    }
+
+    /// A per-layer whole number (`ratio`) of one layer.
+    pub fn at(&self, name: &str, layer: u64) -> Option<u64> {
+        self.per_layer.get(name)?.get(usize::try_from(layer).ok()?)?.int()
     }
 
     /// A float parameter.
@@ -170,11 +176,15 @@ pub struct Catalog {
     entries: Vec<Entry>,
 }
 
-const FAMILIES: &[&str] = &[include_str!("../../catalog/families/llama.toml")];
+const FAMILIES: &[&str] =
+    &[include_str!("../../catalog/families/llama.toml"), include_str!("../../catalog/families/deepseek4.toml")];
 const ENTRIES: &[&str] = &[
     include_str!("../../catalog/entries/smollm2-135m.toml"),
     include_str!("../../catalog/entries/smollm2-360m.toml"),
     include_str!("../../catalog/entries/dev-llama.toml"),
+    include_str!("../../catalog/entries/deepseek-v4-flash.toml"),
+    include_str!("../../catalog/entries/deepseek-v4-pro.toml"),
+    include_str!("../../catalog/entries/dev-deepseek4.toml"),
 ];
 
 impl Catalog {
@@ -214,6 +224,27 @@ impl Catalog {
     /// Family by `general.architecture`.
     pub fn family(&self, name: &str) -> Option<&Family> {
         self.families.iter().find(|f| f.name == name)
+    }
+
+    /// Metadata with the hyper-parameters of a validated entry, for tools that make such files.
+    pub fn metadata_of(&self, entry: &Entry) -> Metadata {
+        self.family(&entry.family).map_or_else(Metadata::default, |family| entry.metadata(family))
+    }
+
+    /// What a model with this metadata must look like to be `entry`, whose hyper-parameters are taken from the metadata and
+    /// checked against the family's rules; the tokenizer and the tensors are not looked at.
+    ///
+    /// # Errors
+    /// [`CatalogError::NoMatch`] with the first thing that is wrong.
+    pub fn expand<'a>(&'a self, entry: &'a Entry, metadata: &Metadata) -> Result<Match<'a>, CatalogError> {
+        let wrong = |difference: String| CatalogError::NoMatch { nearest: entry.id.clone(), difference, lever: "" };
+        let family = self.family(&entry.family).ok_or(CatalogError::NoArchitecture)?;
+        let readings = family.read_hyper(metadata);
+        if let Some(first) = entry.hyper_differences(family, &readings).into_iter().next() {
+            return Err(wrong(first));
+        }
+        let hyper = entry.hyper_params(family, &readings, metadata).map_err(wrong)?;
+        Ok(self.found(entry, family, hyper, metadata))
     }
 
     /// Finds the entry that a model matches in hyper-parameters, tokenizer and every tensor's name, shape and type.
@@ -287,5 +318,7 @@ fn slug(name: &str) -> Option<String> {
     (!out.is_empty()).then(|| out.to_owned())
 }
 
+#[cfg(test)]
+mod deepseek_v4_tests;
 #[cfg(test)]
 mod tests;

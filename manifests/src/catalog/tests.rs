@@ -74,7 +74,8 @@ fn refused(m: &Metadata, t: &[TensorInfo], dev: bool) -> (String, String) {
 fn the_builtin_catalog_is_well_formed() {
     let catalog = Catalog::builtin();
     let ids: Vec<&str> = catalog.entries().iter().map(|e| e.id.as_str()).collect();
-    assert_eq!(ids, ["smollm2-135m", "smollm2-360m", "dev-llama"]);
+    let deepseek = ["deepseek-v4-flash", "deepseek-v4-pro", "dev-deepseek4"];
+    assert_eq!(ids, [&["smollm2-135m", "smollm2-360m", "dev-llama"][..], &deepseek].concat());
     assert_eq!(catalog.entry("smollm2-135m").unwrap().known.len(), 1);
 }
 
@@ -163,7 +164,7 @@ fn unsupported_families_are_told_what_is_supported() {
     m.set("general.architecture", Value::String("gpt-j".into()));
     let e = Catalog::builtin().identify(&m, &smollm2_tensors(), true).unwrap_err();
     assert_eq!(e.code(), "unsupported_family");
-    assert_eq!(e.to_string(), "architecture \"gpt-j\" is not supported; supported: llama");
+    assert_eq!(e.to_string(), "architecture \"gpt-j\" is not supported; supported: llama, deepseek4");
     let e = Catalog::builtin().identify(&Metadata::default(), &smollm2_tensors(), true).unwrap_err();
     assert_eq!(e.code(), "no_architecture");
 }

@@ -16,7 +16,7 @@ pub mod write;
 pub use error::GgufError;
 pub use model::{GgufModel, Shard};
 pub use parse::{Parsed, parse};
-pub use write::{GgufWriter, WriteError};
+pub use write::{GgufPlan, GgufWriter, WriteError};
 
 use crate::dtype::GgmlType;
 

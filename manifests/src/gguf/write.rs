@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::reader::len_u64;
 use crate::dtype::GgmlType;
-use crate::metadata::Value;
+use crate::metadata::{Metadata, Value};
 
 /// Errors of writing.
 #[derive(Debug, thiserror::Error)]
@@ -131,45 +131,89 @@ impl GgufWriter {
 
     fn serialise(&self, metadata: &[(String, Value)], tensors: &[Tensor]) -> Result<Vec<u8>, WriteError> {
         let alignment = u64::from(self.alignment.unwrap_or(32)).max(1);
-        let mut out = b"GGUF".to_vec();
-        out.extend_from_slice(&3_u32.to_le_bytes());
-        out.extend_from_slice(&len_u64(tensors.len()).to_le_bytes());
-        out.extend_from_slice(&len_u64(metadata.len() + usize::from(self.alignment.is_some())).to_le_bytes());
-        if let Some(a) = self.alignment {
-            put_key(&mut out, "general.alignment", &Value::U64(u64::from(a)));
-        }
-        for (key, value) in metadata {
-            put_key(&mut out, key, value);
-        }
-        let mut offset: u64 = 0;
+        let mut table = Vec::new();
         for t in tensors {
-            let expected = t.ty.tensor_bytes(&t.shape);
-            let found = t.bytes.len();
+            let (expected, found) = (t.ty.tensor_bytes(&t.shape), t.bytes.len());
             if expected != Some(len_u64(found)) {
-                return Err(WriteError::TensorBytes {
-                    name: t.name.clone(),
-                    ty: t.ty,
-                    shape: t.shape.clone(),
-                    expected,
-                    found,
-                });
+                return Err(bad_tensor(&t.name, t.ty, &t.shape, expected, found));
             }
-            put_string(&mut out, t.name.as_bytes());
-            // A shape that has a size has a handful of dimensions.
-            out.extend_from_slice(&u32::try_from(t.shape.len()).unwrap_or(u32::MAX).to_le_bytes());
-            for dim in &t.shape {
-                out.extend_from_slice(&dim.to_le_bytes());
-            }
-            out.extend_from_slice(&t.ty.id().to_le_bytes());
-            out.extend_from_slice(&offset.to_le_bytes());
-            offset = (offset + len_u64(found)).next_multiple_of(alignment);
+            table.push((t.name.as_str(), t.ty, t.shape.as_slice()));
         }
+        let own = self.alignment.map(|a| ("general.alignment", Value::U64(u64::from(a))));
+        let keys = own.iter().map(|(k, v)| (*k, v)).chain(metadata.iter().map(|(k, v)| (k.as_str(), v)));
+        let mut out = head(keys, &table, alignment)?.0;
         for t in tensors {
             pad(&mut out, alignment);
             out.extend_from_slice(&t.bytes);
         }
         Ok(out)
     }
+}
+
+/// Where everything of a file goes, for writers that stream the tensors instead of collecting them.
+#[derive(Clone, Debug)]
+pub struct GgufPlan {
+    /// What the file begins with, padded up to the first tensor.
+    pub header: Vec<u8>,
+    /// Absolute offset and length of each tensor, in the order given.
+    pub tensors: Vec<(u64, u64)>,
+    /// Length of the file. Bytes that are in no tensor are zero.
+    pub file_len: u64,
+}
+
+impl GgufPlan {
+    /// Plans a file of these keys and tensors (name, type, dimensions) with the default alignment of 32 bytes.
+    ///
+    /// # Errors
+    /// [`WriteError::TensorBytes`] for a shape that its type cannot have.
+    pub fn new(metadata: &Metadata, tensors: &[(&str, GgmlType, &[u64])]) -> Result<Self, WriteError> {
+        const ALIGNMENT: u64 = 32;
+        let (mut header, offsets) = head(metadata.iter(), tensors, ALIGNMENT)?;
+        pad(&mut header, ALIGNMENT);
+        let start = len_u64(header.len());
+        let tensors: Vec<(u64, u64)> = offsets.iter().map(|(offset, len)| (start + offset, *len)).collect();
+        let file_len = tensors.last().map_or(start, |(offset, len)| offset + len);
+        Ok(Self { header, tensors, file_len })
+    }
+}
+
+fn bad_tensor(name: &str, ty: GgmlType, shape: &[u64], expected: Option<u64>, found: usize) -> WriteError {
+    WriteError::TensorBytes { name: name.to_owned(), ty, shape: shape.to_vec(), expected, found }
+}
+
+/// Keys and tensor table, not padded, and each tensor's offset from the data's start and length.
+fn head<'a>(
+    metadata: impl Iterator<Item = (&'a str, &'a Value)>,
+    tensors: &[(&str, GgmlType, &[u64])],
+    alignment: u64,
+) -> Result<(Vec<u8>, Vec<(u64, u64)>), WriteError> {
+    let mut keys = Vec::new();
+    let mut count: u64 = 0;
+    for (key, value) in metadata {
+        put_key(&mut keys, key, value);
+        count += 1;
+    }
+    let mut out = b"GGUF".to_vec();
+    out.extend_from_slice(&3_u32.to_le_bytes());
+    out.extend_from_slice(&len_u64(tensors.len()).to_le_bytes());
+    out.extend_from_slice(&count.to_le_bytes());
+    out.append(&mut keys);
+    let mut offsets = Vec::new();
+    let mut offset: u64 = 0;
+    for (name, ty, shape) in tensors {
+        let len = ty.tensor_bytes(shape).ok_or_else(|| bad_tensor(name, *ty, shape, None, 0))?;
+        put_string(&mut out, name.as_bytes());
+        // A shape that has a size has a handful of dimensions.
+        out.extend_from_slice(&u32::try_from(shape.len()).unwrap_or(u32::MAX).to_le_bytes());
+        for dim in *shape {
+            out.extend_from_slice(&dim.to_le_bytes());
+        }
+        out.extend_from_slice(&ty.id().to_le_bytes());
+        out.extend_from_slice(&offset.to_le_bytes());
+        offsets.push((offset, len));
+        offset = (offset + len).next_multiple_of(alignment);
+    }
+    Ok((out, offsets))
 }
 
 fn write_file(path: &Path, bytes: &[u8]) -> Result<(), WriteError> {

@@ -173,3 +173,21 @@ fn the_writer_refuses_wrong_sizes() {
         assert!(GgufWriter::new().tensor("t", ty, shape, vec![0; len]).to_vec().is_err(), "{ty} {shape:?} {len}");
     }
 }
+
+#[test]
+fn a_planned_file_is_the_collected_one() {
+    let mut metadata = crate::metadata::Metadata::default();
+    metadata.set("general.architecture", Value::String("llama".into()));
+    let shapes: [(&str, GgmlType, &[u64]); 2] = [("a", GgmlType::F16, &[3]), ("b", GgmlType::Q8_0, &[32, 2])];
+    let plan = crate::GgufPlan::new(&metadata, &shapes).unwrap();
+    let mut streamed = plan.header.clone();
+    streamed.resize(usize::try_from(plan.file_len).unwrap(), 0);
+    let mut collected = GgufWriter::new().metadata("general.architecture", Value::String("llama".into()));
+    for ((name, ty, shape), (offset, len)) in shapes.iter().zip(&plan.tensors) {
+        let (at, len) = (usize::try_from(*offset).unwrap(), usize::try_from(*len).unwrap());
+        streamed[at..at + len].fill(7);
+        collected = collected.tensor(name, *ty, shape, vec![7; len]);
+    }
+    assert_eq!(streamed, collected.to_vec().unwrap());
+    assert!(crate::GgufPlan::new(&metadata, &[("a", GgmlType::Q8_0, &[31])]).is_err());
+}
