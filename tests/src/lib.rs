@@ -62,6 +62,21 @@ pub struct Sandbox {
     dir: TempDir,
 }
 
+impl Drop for Sandbox {
+    /// Ends what `ds4 serve` started in process groups of its own and left running when it was killed.
+    fn drop(&mut self) {
+        let dir = self.dir.path().to_string_lossy().into_owned();
+        let ours = |pid: &u32| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            *pid != std::process::id() && line.split(|b| *b == 0).any(|arg| arg == dir.as_bytes())
+        };
+        let pids = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+        for pid in pids.filter_map(|e| e.file_name().to_str()?.parse().ok()).filter(ours) {
+            process::signal_pid(pid, nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+}
+
 impl Default for Sandbox {
     fn default() -> Self {
         Self::new()
