@@ -9,6 +9,7 @@
     clippy::cast_possible_wrap,
     reason = "bytes and bit fields"
 )]
+#![allow(clippy::needless_range_loop, reason = "an index names a group in several arrays")]
 
 use crate::cpu::bytes::{B, Bytes};
 use crate::quant::grids::{self, IQ4_VALUES, even_signs};

@@ -165,6 +165,7 @@ fn quantize_avx512(x: &[f32], quants: &mut [Quants], meta: &mut [Meta]) {
         // The default rounding of the conversion is to nearest even.
         let q = array!(2, a, |i| _mm512_cvtps_epi32(_mm512_mul_ps(v[i], inverse)));
         *meta = Meta::new(max / LIMIT, array!(2, 0, |i| _mm512_reduce_add_epi32(q[i])));
+        #[allow(clippy::needless_range_loop, reason = "the halves of a block")]
         for i in 0..2 {
             let hi = _mm512_srai_epi32::<8>(_mm512_add_epi32(q[i], _mm512_set1_epi32(128)));
             // SAFETY: four quarters of 64 bytes, two for high bytes and two for low ones.
