@@ -7,6 +7,7 @@ mod config;
 mod ctl;
 mod failure;
 mod generate;
+mod gguf;
 mod man;
 mod pull;
 mod run;
@@ -46,6 +47,8 @@ enum Command {
     Config(config::ConfigCommand),
     /// Measure restarts, throughput, loading, or a peer on the same machine
     Bench(bench::BenchArgs),
+    /// Make model files
+    Gguf(gguf::GgufArgs),
     /// Print a completion script for a shell
     Completions(man::CompletionsArgs),
     /// Print the manual page, or write one page a subcommand into a directory
@@ -80,6 +83,7 @@ fn dispatch(command: Command, origins: &Origins) -> anyhow::Result<ExitCode> {
         Command::Pull(args) => pull::pull(&args)?,
         Command::Config(args) => config::print(&args, origins)?,
         Command::Bench(args) => return runtime.block_on(bench::bench(args)),
+        Command::Gguf(args) => gguf::gguf(&args)?,
         Command::Completions(args) => man::completions(&args, &mut Cli::command())?,
         Command::Man(args) => man::man(&args, Cli::command())?,
     }

@@ -26,6 +26,9 @@ pub struct RigArgs {
     /// GGUF file to measure with, or its first shard [default: the starter model of `ds4 pull`]
     #[arg(long, value_name = "FILE")]
     model: Option<PathBuf>,
+    /// Take a development model, such as `ds4 gguf synth --shape small` writes
+    #[arg(long)]
+    allow_dev_models: bool,
     /// Compute threads [default: the CPUs that this process may use]
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
@@ -121,6 +124,9 @@ impl Rig {
         let mut owner_args = common.clone();
         if load {
             owner_args.extend(["--model".into(), model.into()]);
+        }
+        if args.allow_dev_models {
+            owner_args.push("--allow-dev-models".into());
         }
         let mut worker_args = common;
         let given = [
