@@ -56,7 +56,7 @@ impl Family {
         for row in &data.tensors {
             let unknown = row.shape.iter().flat_map(super::expr::Expr::names);
             let unknown = unknown.chain(row.when.as_ref().map(|w| w.name.as_str()));
-            let mut unknown = unknown.filter(|n| !known(n) && !(known_per_layer(n) && row.name.contains("{layer}")));
+            let mut unknown = unknown.filter(|n| !known(n) && (!known_per_layer(n) || !row.name.contains("{layer}")));
             if let Some(unknown) = unknown.next() {
                 return Err(format!("family {name}: the row of {:?} uses unknown {unknown:?}", row.name));
             }

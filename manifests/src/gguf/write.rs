@@ -181,12 +181,15 @@ fn bad_tensor(name: &str, ty: GgmlType, shape: &[u64], expected: Option<u64>, fo
     WriteError::TensorBytes { name: name.to_owned(), ty, shape: shape.to_vec(), expected, found }
 }
 
+/// Offset and length of each tensor.
+type Spans = Vec<(u64, u64)>;
+
 /// Keys and tensor table, not padded, and each tensor's offset from the data's start and length.
 fn head<'a>(
     metadata: impl Iterator<Item = (&'a str, &'a Value)>,
     tensors: &[(&str, GgmlType, &[u64])],
     alignment: u64,
-) -> Result<(Vec<u8>, Vec<(u64, u64)>), WriteError> {
+) -> Result<(Vec<u8>, Spans), WriteError> {
     let mut keys = Vec::new();
     let mut count: u64 = 0;
     for (key, value) in metadata {
