@@ -15,7 +15,7 @@
 )]
 
 use crate::cpu::isa::{Isa, Kind, multiversion};
-use crate::cpu::lanes::{Lanes, array};
+use crate::cpu::lanes::Lanes;
 
 /// Elements per block.
 pub(crate) const BLOCK: usize = 32;
@@ -150,6 +150,9 @@ multiversion! {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn quantize_avx512(x: &[f32], quants: &mut [Quants], meta: &mut [Meta]) {
     use std::arch::x86_64::*;
+
+    use crate::cpu::lanes::array;
+
     let magnitude = _mm512_set1_epi32(0x7fff_ffff);
     for ((x, out), meta) in x.as_chunks::<BLOCK>().0.iter().zip(quants).zip(meta) {
         // SAFETY: two halves of 32 floats.
