@@ -236,6 +236,14 @@ pub(crate) fn elements(raw: &str, max: usize) -> Result<Option<Vec<&str>>, serde
 
 /// `invalid_type` for a field, with the beginning of what came.
 pub(crate) fn wrong_type(name: &str, expected: &str, raw: &str) -> ApiError {
+    // What JSON's grammar allows and Unicode does not: half of a surrogate pair.
+    if raw.starts_with('"') && serde_json::from_str::<String>(raw).is_err() {
+        return ApiError::field(
+            "invalid_unicode",
+            name,
+            format!("`{name}` is a string with an unpaired surrogate escape (\\ud800 to \\udfff)"),
+        );
+    }
     let kind = match raw.as_bytes().first() {
         Some(b'"') => "a string",
         Some(b'{') => "an object",
@@ -335,6 +343,9 @@ mod tests {
         let e = f.integer("n", 1..=8).unwrap_err();
         assert_eq!((e.code, e.param.as_deref()), ("invalid_type", Some("n")));
         assert!(e.message.contains("got a string (\"3\")"), "{}", e.message);
+        let e = wrong_type("prompt", "a string", r#""\ud800""#);
+        assert_eq!(e.code, "invalid_unicode");
+        assert!(e.message.contains("surrogate"), "{}", e.message);
         assert_eq!(f.number("t", 0.0..=2.0).unwrap(), Some(0.5));
         assert_eq!(f.integer("i", 1..=100).unwrap(), Some(16));
         assert_eq!(f.integer("big", 1..=100).unwrap_err().code, "invalid_value");

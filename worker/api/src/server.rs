@@ -10,8 +10,8 @@ use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use futures_util::FutureExt;
 use hyper::body::Incoming;
-use hyper::header::{CONNECTION, HeaderValue, TRANSFER_ENCODING};
-use hyper::{Request, StatusCode};
+use hyper::header::{CONNECTION, HOST, HeaderValue, TRANSFER_ENCODING};
+use hyper::{Request, StatusCode, Version};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
@@ -183,12 +183,16 @@ async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) -> Option<
 async fn exchange(conn: &Conn, api: &Api, router: Router, request: Request<Incoming>) -> Response {
     let smuggled = conn.head_parsed(request.headers().contains_key(TRANSFER_ENCODING));
     let id = RequestId::of(&request);
-    let mut response = if smuggled {
-        let mut response = ApiError::bad_request(
+    let refused = if smuggled {
+        Some(ApiError::bad_request(
             "bad_framing",
             "the request has both content-length and transfer-encoding; send one of them",
-        )
-        .into_response();
+        ))
+    } else {
+        unfit_head(&request)
+    };
+    let mut response = if let Some(error) = refused {
+        let mut response = error.into_response();
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
         response
     } else {
@@ -211,6 +215,25 @@ async fn exchange(conn: &Conn, api: &Api, router: Router, request: Request<Incom
     }
     conn.answered();
     response
+}
+
+/// What RFC 9112 asks a server to refuse and hyper lets through: a transfer coding other than chunked (section 6.1), and
+/// an HTTP/1.1 request without exactly one Host (section 3.2).
+fn unfit_head<B>(request: &Request<B>) -> Option<ApiError> {
+    let headers = request.headers();
+    let chunked = |v: &HeaderValue| v.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
+    if let Some(other) = headers.get_all(TRANSFER_ENCODING).iter().find(|v| !chunked(v)) {
+        return Some(ApiError::new(
+            StatusCode::NOT_IMPLEMENTED,
+            ErrorType::InvalidRequest,
+            "unsupported_transfer_encoding",
+            format!("transfer-encoding {other:?} is not supported; send the body plain or chunked"),
+        ));
+    }
+    let hosts = headers.get_all(HOST).iter().count();
+    (request.version() == Version::HTTP_11 && hosts != 1).then(|| {
+        ApiError::bad_request("bad_host", format!("an HTTP/1.1 request has exactly one host header, this one {hosts}"))
+    })
 }
 
 /// What hyper refused on its own.

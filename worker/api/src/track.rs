@@ -141,12 +141,13 @@ impl Tracker {
         let total = self.started.elapsed();
         self.metrics.in_flight.dec();
         self.metrics.ended(self.surface, status, outcome, total);
-        let tok_s = if self.decode.is_zero() {
-            0.0
-        } else {
+        // Cancelled requests have no count of the engine's: there the times at which tokens came decide.
+        let seen = || Some(*self.last_token.iter().flatten().max()? - (self.started + self.ttft?));
+        let decode = if self.decode.is_zero() { seen().unwrap_or_default() } else { self.decode };
+        let tok_s = (!decode.is_zero()).then(|| {
             let tokens = u32::try_from(self.completion.saturating_sub(self.last_token.len())).unwrap_or(u32::MAX);
-            (f64::from(tokens) / self.decode.as_secs_f64() * 10.0).round() / 10.0
-        };
+            (f64::from(tokens) / decode.as_secs_f64() * 10.0).round() / 10.0
+        });
         tracing::info!(
             target: "ds4::request",
             id = %self.id,

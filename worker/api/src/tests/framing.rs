@@ -62,6 +62,18 @@ async fn a10_bad_framing_is_400_with_a_code_and_an_id() {
         assert_eq!((answer.status, &*answer.code()), (400, code), "{request:?}");
         assert!(answer.header("x-request-id").is_some(), "{request:?}: {}", answer.head);
     }
+    for (request, status, code) in [
+        ("GET /health/live HTTP/1.1\r\n\r\n".to_owned(), 400, "bad_host"),
+        ("GET /health/live HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n".to_owned(), 400, "bad_host"),
+        (
+            format!("{}{:x}\r\n{SMALL}\r\n0\r\n\r\n", head("transfer-encoding: gzip, chunked\r\n"), SMALL.len()),
+            501,
+            "unsupported_transfer_encoding",
+        ),
+    ] {
+        let answer = server.raw(request.as_bytes()).await;
+        assert_eq!((answer.status, &*answer.code()), (status, code), "{request:?}");
+    }
     let answer =
         server.raw(format!("GET / HTTP/1.1\r\nhost: x\r\na: {}\r\n\r\n", "x".repeat(1 << 20)).as_bytes()).await;
     assert_eq!((answer.status, &*answer.code()), (431, "headers_too_large"));
