@@ -119,3 +119,16 @@ fn every_setting_is_in_the_documentation_with_its_default() {
     }
     assert!(settings > 30, "only {settings} settings were compared");
 }
+
+#[test]
+fn l8_serve_refuses_an_unusable_runtime_directory_as_the_owner_does() {
+    let sandbox = Sandbox::new();
+    let file = sandbox.file("a-file", "x");
+    let long = sandbox.dir().join("x".repeat(100));
+    for dir in [file, long] {
+        let answer = sandbox.run("ds4", &["serve", "--runtime-dir", dir.to_str().unwrap()]);
+        let said = String::from_utf8_lossy(&answer.stderr).into_owned();
+        assert_eq!(answer.status.code(), Some(2), "{said}");
+        assert!(said.contains("[runtime_dir]") && said.contains("--runtime-dir"), "{said}");
+    }
+}

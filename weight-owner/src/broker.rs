@@ -89,11 +89,19 @@ async fn greet(connection: Connection, ledger: &Arc<Ledger>, allowed: &Allowed) 
     };
     let asked = match allowed.admits(peer.uid) {
         true => hello(&connection).await,
-        false => Err(Message::refused(
-            codes::PEER_NOT_ALLOWED,
-            format!("user {} may not attach to this weight owner; start it with --allow-uid {}", peer.uid, peer.uid),
-            0,
-        )),
+        false => {
+            // Its Hello is read and dropped: closing a socket with something unread in it resets the peer, which would then
+            // see ECONNRESET instead of the refusal (L7).
+            let _ = tokio::time::timeout(SEND_TIMEOUT, connection.recv(MAX_FRAME)).await;
+            Err(Message::refused(
+                codes::PEER_NOT_ALLOWED,
+                format!(
+                    "user {} may not attach to this weight owner; start it with --allow-uid {}",
+                    peer.uid, peer.uid
+                ),
+                0,
+            ))
+        }
     };
     let granted = match asked {
         Ok(None) => return None,

@@ -5,6 +5,9 @@ use std::io::{Read as _, Write as _};
 use std::path::Path;
 
 use anyhow::Context as _;
+use ds4_settings::EXIT_USAGE;
+
+use crate::failure::Failure;
 
 const NAME: &str = "serve.lock";
 
@@ -33,11 +36,15 @@ impl Lock {
                 write!(file, "{}", std::process::id())?;
                 Ok(Self(file))
             }
-            Err(TryLockError::WouldBlock) => anyhow::bail!(
-                "`ds4 serve` (pid {}) already supervises {}; stop it with `ds4 ctl stop`, or choose another --runtime-dir",
-                read_pid(&mut file).map_or("unknown".into(), |pid| pid.to_string()),
-                dir.display()
-            ),
+            Err(TryLockError::WouldBlock) => Err(Failure::error(
+                EXIT_USAGE,
+                format!(
+                    "[already_supervised] `ds4 serve` (pid {}) already supervises {}; stop it with `ds4 ctl stop`, or choose \
+                     another --runtime-dir",
+                    read_pid(&mut file).map_or("unknown".into(), |pid| pid.to_string()),
+                    dir.display()
+                ),
+            )),
             Err(TryLockError::Error(e)) => Err(e).with_context(|| format!("cannot lock {shown}")),
         }
     }

@@ -110,11 +110,35 @@ impl Plan {
         Policy { start_timeout: None, ..self.worker_policy() }
     }
 
-    /// Creates the runtime directory, for this user only.
+    /// Creates the runtime directory, for this user only, and removes the sockets of supervisors that were killed.
+    ///
+    /// # Errors
+    /// Exit code 2 when it cannot be used.
     pub fn create_dir(&self) -> anyhow::Result<()> {
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir).with_context(|| {
-            format!("cannot create the runtime directory {}; choose another with --runtime-dir", self.dir.display())
-        })
+        let unusable = |why: String| {
+            let dir = self.dir.display();
+            Failure::error(
+                EXIT_USAGE,
+                format!(
+                    "[runtime_dir] {dir} cannot be the runtime directory: {why}; choose another with --runtime-dir"
+                ),
+            )
+        };
+        // A Unix socket's path has at most 107 bytes; the longest name here is that of a notification socket.
+        let longest = self.dir.join("notify.worker.4194304").as_os_str().len();
+        if longest > 107 {
+            return Err(unusable(format!("its path is {} bytes too long for sockets inside it", longest - 107)));
+        }
+        let usable = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir).and_then(|()| {
+            let probe = self.dir.join(format!("probe.{}", std::process::id()));
+            std::fs::write(&probe, b"x").and_then(|()| std::fs::remove_file(&probe))
+        });
+        usable.map_err(|e| unusable(e.to_string()))?;
+        let names = std::fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        for path in names.map(|e| e.path()).filter(|p| is_stale_notify(p)) {
+            let _ = std::fs::remove_file(path);
+        }
+        Ok(())
     }
 
     /// The models that the owner is going to load, absolute. Without any, the starter model if `ds4 pull` has fetched it.
@@ -197,4 +221,25 @@ fn print_config(path: &Path, args: &[OsString]) -> anyhow::Result<Output> {
         std::thread::sleep(Duration::from_millis(2));
     }
     Ok(child.wait_with_output()?)
+}
+
+/// `notify.NAME.PID` of a process that is gone.
+fn is_stale_notify(path: &Path) -> bool {
+    let pid =
+        path.file_name().and_then(|n| n.to_str()?.strip_prefix("notify.")?.rsplit_once('.')?.1.parse::<u32>().ok());
+    pid.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sockets_of_killed_supervisors_are_told_from_live_ones() {
+        // No process has this number: the kernel's limit is 2^22.
+        assert!(is_stale_notify(Path::new("/run/notify.owner.4194305")));
+        assert!(!is_stale_notify(Path::new(&format!("/run/notify.worker.{}", std::process::id()))));
+        assert!(!is_stale_notify(Path::new("/run/owner.sock")));
+        assert!(!is_stale_notify(Path::new("/run/notify.owner")));
+    }
 }
