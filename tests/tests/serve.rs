@@ -127,7 +127,7 @@ fn a_second_supervisor_is_refused() {
     let first = serve(&sandbox, &[]);
     ready(&sandbox);
     let mut second = serve(&sandbox, &[]);
-    assert_eq!(second.wait_end(Duration::from_secs(5)).code(), Some(1));
+    assert_eq!(second.wait_end(Duration::from_secs(5)).code(), Some(2));
     assert!(second.log().contains(&format!("(pid {}) already supervises", first.pid())), "{}", second.log());
 }
 
