@@ -126,24 +126,27 @@ mod x86 {
     #[derive(Clone, Copy)]
     pub(crate) struct Avx2Bytes(__m256i);
 
-    // SAFETY (for every block below): loads and stores go through references of exactly the size read or written, and
+    // Every block below is sound because loads and stores go through references of exactly the size read or written, and
     // the instructions exist because the methods only run inside the wrappers of `multiversion!` (module contract).
-    #[allow(clippy::undocumented_unsafe_blocks, reason = "one contract for the whole impl, stated above")]
     impl Bytes for Avx2Bytes {
         #[inline(always)]
         fn splat(x: u8) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_set1_epi8(x.cast_signed())) }
         }
         #[inline(always)]
         fn load(src: &[u8; B]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_loadu_si256(src.as_ptr().cast())) }
         }
         #[inline(always)]
         fn store(self, dst: &mut [u8; B]) {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), self.0) }
         }
         #[inline(always)]
         fn nibbles(src: &[u8; 16]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let x = _mm_loadu_si128(src.as_ptr().cast());
                 let both = _mm256_set_m128i(_mm_srli_epi16::<4>(x), x);
@@ -152,6 +155,7 @@ mod x86 {
         }
         #[inline(always)]
         fn expand(bits: u32, x: u8) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let byte = _mm256_setr_epi64x(0, 0x0101_0101_0101_0101, 0x0202_0202_0202_0202, 0x0303_0303_0303_0303);
                 let bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(bits.cast_signed()), byte);
@@ -162,22 +166,27 @@ mod x86 {
         }
         #[inline(always)]
         fn and(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_and_si256(self.0, o.0)) }
         }
         #[inline(always)]
         fn or(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_or_si256(self.0, o.0)) }
         }
         #[inline(always)]
         fn xor(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_xor_si256(self.0, o.0)) }
         }
         #[inline(always)]
         fn sub(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_sub_epi8(self.0, o.0)) }
         }
         #[inline(always)]
         fn shr(self, n: u32) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let x = _mm256_srl_epi16(self.0, _mm_cvtsi32_si128(n.cast_signed()));
                 Self(_mm256_and_si256(x, _mm256_set1_epi8((0xffu8 >> n).cast_signed())))
@@ -185,6 +194,7 @@ mod x86 {
         }
         #[inline(always)]
         fn shl(self, n: u32) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let x = _mm256_sll_epi16(self.0, _mm_cvtsi32_si128(n.cast_signed()));
                 Self(_mm256_and_si256(x, _mm256_set1_epi8((0xffu8 << n).cast_signed())))
@@ -192,6 +202,7 @@ mod x86 {
         }
         #[inline(always)]
         fn lookup(self, table: &[u8; 16]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
                 Self(_mm256_shuffle_epi8(table, self.0))
@@ -199,6 +210,7 @@ mod x86 {
         }
         #[inline(always)]
         fn half(bits: u16) -> f32 {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits)))) }
         }
     }

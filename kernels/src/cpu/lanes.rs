@@ -223,13 +223,13 @@ mod x86 {
     #[derive(Clone, Copy)]
     pub(crate) struct Avx512(__m512);
 
-    // SAFETY (for every block below): loads and stores go through references of exactly the size read or written, and
+    // Every block below is sound because loads and stores go through references of exactly the size read or written, and
     // the instructions exist because the methods only run inside the wrappers of `multiversion!` (module contract).
-    #[allow(clippy::undocumented_unsafe_blocks, reason = "one contract for the whole impl, stated above")]
     impl Lanes for Avx512 {
         type Bytes = Avx2Bytes;
         #[inline(always)]
         fn load_bf16(src: &[u8; 2 * N]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(src.as_ptr().cast()));
                 Self(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide)))
@@ -237,22 +237,27 @@ mod x86 {
         }
         #[inline(always)]
         fn splat(x: f32) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_set1_ps(x)) }
         }
         #[inline(always)]
         fn load(src: &[f32; N]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_loadu_ps(src.as_ptr())) }
         }
         #[inline(always)]
         fn store(self, dst: &mut [f32; N]) {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { _mm512_storeu_ps(dst.as_mut_ptr(), self.0) }
         }
         #[inline(always)]
         fn load_bytes(src: &[u8; 4 * N]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_castsi512_ps(_mm512_loadu_si512(src.as_ptr().cast()))) }
         }
         #[inline(always)]
         fn widen_bytes(src: &[u8; 2 * N], offset: i16) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let wide = _mm512_cvtepu8_epi16(_mm256_loadu_si256(src.as_ptr().cast()));
                 Self(_mm512_castsi512_ps(_mm512_sub_epi16(wide, _mm512_set1_epi16(offset))))
@@ -260,44 +265,54 @@ mod x86 {
         }
         #[inline(always)]
         fn load_f16(src: &[u16; N]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_cvtph_ps(_mm256_loadu_si256(src.as_ptr().cast()))) }
         }
         #[inline(always)]
         fn store_f16(self, dst: &mut [u16; N]) {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 _mm256_storeu_si256(dst.as_mut_ptr().cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0));
             }
         }
         #[inline(always)]
         fn add(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_add_ps(self.0, o.0)) }
         }
         #[inline(always)]
         fn sub(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_sub_ps(self.0, o.0)) }
         }
         #[inline(always)]
         fn mul(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_mul_ps(self.0, o.0)) }
         }
         #[inline(always)]
         fn div(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_div_ps(self.0, o.0)) }
         }
         #[inline(always)]
         fn fma(self, a: Self, b: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_fmadd_ps(self.0, a.0, b.0)) }
         }
         #[inline(always)]
         fn max(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_max_ps(self.0, o.0)) }
         }
         #[inline(always)]
         fn min(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_min_ps(self.0, o.0)) }
         }
         #[inline(always)]
         fn pow2(self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let n = _mm512_add_epi32(_mm512_cvttps_epi32(self.0), _mm512_set1_epi32(127));
                 Self(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(n)))
@@ -305,10 +320,12 @@ mod x86 {
         }
         #[inline(always)]
         fn select_gt(a: Self, b: Self, x: Self, y: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a.0, b.0), y.0, x.0)) }
         }
         #[inline(always)]
         fn transpose(m: &mut [Self; N]) {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let mut t = [_mm512_setzero_ps(); N];
                 // Pairs of rows, then quads within 128-bit lanes, then 4x4 blocks of lanes in two steps.
@@ -343,12 +360,12 @@ mod x86 {
     #[derive(Clone, Copy)]
     pub(crate) struct Avx2(__m256, __m256);
 
-    // SAFETY (for every block below): as for `Avx512`.
-    #[allow(clippy::undocumented_unsafe_blocks, reason = "one contract for the whole impl, stated above")]
+    // Every block below is sound for the reasons given at `Avx512`.
     impl Lanes for Avx2 {
         type Bytes = Avx2Bytes;
         #[inline(always)]
         fn load_bf16(src: &[u8; 2 * N]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let a = _mm256_cvtepu16_epi32(_mm_loadu_si128(src.as_ptr().cast()));
                 let b = _mm256_cvtepu16_epi32(_mm_loadu_si128(src.as_ptr().add(16).cast()));
@@ -357,14 +374,17 @@ mod x86 {
         }
         #[inline(always)]
         fn splat(x: f32) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
         }
         #[inline(always)]
         fn load(src: &[f32; N]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_loadu_ps(src.as_ptr()), _mm256_loadu_ps(src.as_ptr().add(8))) }
         }
         #[inline(always)]
         fn store(self, dst: &mut [f32; N]) {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 _mm256_storeu_ps(dst.as_mut_ptr(), self.0);
                 _mm256_storeu_ps(dst.as_mut_ptr().add(8), self.1);
@@ -372,10 +392,12 @@ mod x86 {
         }
         #[inline(always)]
         fn load_bytes(src: &[u8; 4 * N]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_loadu_ps(src.as_ptr().cast()), _mm256_loadu_ps(src.as_ptr().add(32).cast())) }
         }
         #[inline(always)]
         fn widen_bytes(src: &[u8; 2 * N], offset: i16) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let a = _mm256_cvtepu8_epi16(_mm_loadu_si128(src.as_ptr().cast()));
                 let b = _mm256_cvtepu8_epi16(_mm_loadu_si128(src.as_ptr().add(16).cast()));
@@ -385,6 +407,7 @@ mod x86 {
         }
         #[inline(always)]
         fn load_f16(src: &[u16; N]) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 Self(
                     _mm256_cvtph_ps(_mm_loadu_si128(src.as_ptr().cast())),
@@ -394,6 +417,7 @@ mod x86 {
         }
         #[inline(always)]
         fn store_f16(self, dst: &mut [u16; N]) {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let p = dst.as_mut_ptr();
                 _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0));
@@ -402,34 +426,42 @@ mod x86 {
         }
         #[inline(always)]
         fn add(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_add_ps(self.0, o.0), _mm256_add_ps(self.1, o.1)) }
         }
         #[inline(always)]
         fn sub(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_sub_ps(self.0, o.0), _mm256_sub_ps(self.1, o.1)) }
         }
         #[inline(always)]
         fn mul(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_mul_ps(self.0, o.0), _mm256_mul_ps(self.1, o.1)) }
         }
         #[inline(always)]
         fn div(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_div_ps(self.0, o.0), _mm256_div_ps(self.1, o.1)) }
         }
         #[inline(always)]
         fn fma(self, a: Self, b: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_fmadd_ps(self.0, a.0, b.0), _mm256_fmadd_ps(self.1, a.1, b.1)) }
         }
         #[inline(always)]
         fn max(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_max_ps(self.0, o.0), _mm256_max_ps(self.1, o.1)) }
         }
         #[inline(always)]
         fn min(self, o: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe { Self(_mm256_min_ps(self.0, o.0), _mm256_min_ps(self.1, o.1)) }
         }
         #[inline(always)]
         fn pow2(self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 let bias = _mm256_set1_epi32(127);
                 let a = _mm256_add_epi32(_mm256_cvttps_epi32(self.0), bias);
@@ -439,6 +471,7 @@ mod x86 {
         }
         #[inline(always)]
         fn select_gt(a: Self, b: Self, x: Self, y: Self) -> Self {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 Self(
                     _mm256_blendv_ps(y.0, x.0, _mm256_cmp_ps::<_CMP_GT_OQ>(a.0, b.0)),
@@ -448,6 +481,7 @@ mod x86 {
         }
         #[inline(always)]
         fn transpose(m: &mut [Self; N]) {
+            // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
             unsafe {
                 // Four blocks of 8x8, the two off the diagonal changing places.
                 let low = transpose8(super::array!(8, m[0].0, |i| m[i].0));
@@ -466,9 +500,9 @@ mod x86 {
     ///
     /// # Safety
     /// The CPU must have AVX2.
-    #[allow(clippy::undocumented_unsafe_blocks, reason = "register operations only; the caller vouches for AVX2")]
     #[inline(always)]
     unsafe fn transpose8(m: [__m256; 8]) -> [__m256; 8] {
+        // SAFETY: the contract above the impl: sized references, instructions that the wrapper proved.
         unsafe {
             let mut t = [_mm256_setzero_ps(); 8];
             for i in 0..4 {

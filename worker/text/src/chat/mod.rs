@@ -12,7 +12,7 @@ mod template;
 
 pub use guard::RenderedPrompt;
 pub(crate) use guard::{ControlStrings, Guard, Role};
-pub(crate) use python::float_repr;
+pub(crate) use python::{float_repr, json_string};
 pub(crate) use template::part_text;
 
 use ds4_manifests::Metadata;

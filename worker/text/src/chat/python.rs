@@ -89,6 +89,29 @@ fn repr(value: &Value) -> String {
     }
 }
 
+/// A JSON string as `json.dumps` writes it; `ensure_ascii` escapes everything but printable ASCII, as UTF-16 units.
+pub(crate) fn json_string(s: &str, ensure_ascii: bool, out: &mut String) {
+    out.push('"');
+    for c in s.chars() {
+        match c {
+            '"' => *out += "\\\"",
+            '\\' => *out += "\\\\",
+            '\n' => *out += "\\n",
+            '\r' => *out += "\\r",
+            '\t' => *out += "\\t",
+            '\u{8}' => *out += "\\b",
+            '\u{c}' => *out += "\\f",
+            c if c < ' ' || (ensure_ascii && !(' '..='~').contains(&c)) => {
+                for unit in c.encode_utf16(&mut [0; 2]) {
+                    let _ = write!(out, "\\u{unit:04x}");
+                }
+            }
+            c => out.push(c),
+        }
+    }
+    out.push('"');
+}
+
 /// Layout of [`to_json`], as the arguments of `json.dumps`.
 struct Json {
     indent: Option<usize>,
@@ -100,25 +123,7 @@ struct Json {
 
 impl Json {
     fn string(&self, s: &str, out: &mut String) {
-        out.push('"');
-        for c in s.chars() {
-            match c {
-                '"' => *out += "\\\"",
-                '\\' => *out += "\\\\",
-                '\n' => *out += "\\n",
-                '\r' => *out += "\\r",
-                '\t' => *out += "\\t",
-                '\u{8}' => *out += "\\b",
-                '\u{c}' => *out += "\\f",
-                c if c < ' ' || (self.ensure_ascii && !(' '..='~').contains(&c)) => {
-                    for unit in c.encode_utf16(&mut [0; 2]) {
-                        let _ = write!(out, "\\u{unit:04x}");
-                    }
-                }
-                c => out.push(c),
-            }
-        }
-        out.push('"');
+        json_string(s, self.ensure_ascii, out);
     }
 
     fn line(&self, depth: usize, out: &mut String) {

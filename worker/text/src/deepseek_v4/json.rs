@@ -1,10 +1,8 @@
 //! JSON as Python's `json.dumps(value, ensure_ascii=False)` writes it: how tool schemas and arguments look in training.
 
-use std::fmt::Write as _;
-
 use serde_json::Value;
 
-use crate::chat::float_repr;
+use crate::chat::{float_repr, json_string};
 
 /// `json.dumps(value, ensure_ascii=False)`: separators `", "` and `": "`, keys in their order, non-ASCII kept.
 ///
@@ -23,7 +21,7 @@ fn write(value: &Value, out: &mut String) {
             Some(f) if n.is_f64() => *out += &float_repr(f),
             _ => *out += &n.to_string(),
         },
-        Value::String(s) => string(s, out),
+        Value::String(s) => json_string(s, false, out),
         Value::Array(items) => {
             out.push('[');
             for (i, item) in items.iter().enumerate() {
@@ -40,33 +38,13 @@ fn write(value: &Value, out: &mut String) {
                 if i > 0 {
                     *out += ", ";
                 }
-                string(key, out);
+                json_string(key, false, out);
                 *out += ": ";
                 write(item, out);
             }
             out.push('}');
         }
     }
-}
-
-fn string(s: &str, out: &mut String) {
-    out.push('"');
-    for c in s.chars() {
-        match c {
-            '"' => *out += "\\\"",
-            '\\' => *out += "\\\\",
-            '\n' => *out += "\\n",
-            '\r' => *out += "\\r",
-            '\t' => *out += "\\t",
-            '\u{8}' => *out += "\\b",
-            '\u{c}' => *out += "\\f",
-            c if c < ' ' => {
-                let _ = write!(out, "\\u{:04x}", u32::from(c));
-            }
-            c => out.push(c),
-        }
-    }
-    out.push('"');
 }
 
 #[cfg(test)]
