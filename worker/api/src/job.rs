@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ds4_engine::GenerateRequest;
+use ds4_engine::{GenerateRequest, LogitsWanted};
 
 use crate::backend::{Backend, PromptError};
 use crate::error::ApiError;
@@ -51,6 +51,7 @@ impl Job {
                     stop: self.common.stop.clone(),
                     logprobs: self.logprobs,
                     ignore_eos: self.common.ignore_eos,
+                    logits: LogitsWanted::default(),
                 });
             }
         }

@@ -112,6 +112,8 @@ impl Run {
                 self.done[index] = Some((reason, timings));
                 Ok(Step::Closed(index, text, reason))
             }
+            // This surface never asks for rows.
+            Some(Event::Logits { .. }) => Ok(Step::Quiet),
             Some(Event::Failed(e)) => Err(e.into()),
             None if self.done[index].is_some() => Ok(Step::Quiet),
             None => Err(EngineError::Internal("the engine ended a request without a word".into()).into()),

@@ -11,6 +11,9 @@ use crate::request::{EngineError, Event, FinishReason, GenerateRequest, Timings}
 use crate::sampler::{Sampler, Scratch, sanitise};
 use crate::vocab::Vocabulary;
 
+/// Most rows of logits inside of one chunk of a prompt: bounds the model's logits buffer, 17 MB for 129,280 tokens.
+const MAX_PROMPT_ROWS: usize = 32;
+
 /// What a request needs next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
@@ -76,8 +79,31 @@ impl Active {
         }
     }
 
+    /// Events that a step of this request may send before its terminal one.
+    pub fn events_a_step(&self) -> usize {
+        1 + usize::from(self.request.logits.steps)
+    }
+
+    /// Where a chunk of prompt tokens `from..to` must end so that the rows wanted inside of it have room in the client's
+    /// channel, beside what a first token needs; `from` when it must wait. `None`: nothing is wanted of this prompt.
+    pub fn cut_for_logits(&self, from: usize, to: usize) -> Option<usize> {
+        if self.request.logits.prompt.is_empty() {
+            return None;
+        }
+        let wanted = self.request.logits.within(from, to);
+        if !self.events.has_room(self.events_a_step() + usize::from(!wanted.is_empty())) {
+            return Some(from);
+        }
+        let room = self.events.room().saturating_sub(self.events_a_step()).min(MAX_PROMPT_ROWS);
+        Some(wanted.get(room).map_or(to, |over| *over))
+    }
+
     /// Draws the next token from a logits row and sends it to the client.
     pub fn take_logits(&mut self, row: &mut [f32], vocab: &dyn Vocabulary, scratch: &mut Scratch) -> Outcome {
+        if self.request.logits.steps {
+            let position = self.request.prompt.len() + self.generated - 1;
+            self.events.send(Event::Logits { position, row: row.to_vec() });
+        }
         sanitise(row);
         let Some(token) = self.sampler.sample(row, scratch) else {
             let why = "the model gave no finite logit for this sequence".into();

@@ -33,15 +33,20 @@ impl EventSender {
         self.tx.is_closed()
     }
 
-    /// Whether one more event fits and still leaves a slot for the terminal one. When not, the receiver's next read
-    /// wakes the engine.
-    pub(crate) fn has_room(&self) -> bool {
-        if self.tx.capacity() >= 2 {
+    /// How many events can surely be sent now with a slot left for the terminal one.
+    pub(crate) fn room(&self) -> usize {
+        self.tx.capacity().saturating_sub(1)
+    }
+
+    /// Whether `events` more fit and still leave a slot for the terminal one. When not, the receiver's next read wakes the
+    /// engine.
+    pub(crate) fn has_room(&self, events: usize) -> bool {
+        if self.room() >= events {
             return true;
         }
         // Set before the second look: a read between the two either is seen here or sees the flag.
         self.paused.store(true, Ordering::SeqCst);
-        if self.tx.capacity() >= 2 {
+        if self.room() >= events {
             self.paused.store(false, Ordering::SeqCst);
             return true;
         }
@@ -141,16 +146,16 @@ mod tests {
         let (wake, woken) = std_mpsc::channel();
         let (tx, mut rx) = channel(4, wake);
         for n in 0..3 {
-            assert!(tx.has_room());
+            assert!(tx.has_room(1));
             tx.send(token(n));
         }
-        assert!(!tx.has_room());
+        assert!(!tx.has_room(1));
         assert!(woken.try_recv().is_err());
         assert!(matches!(rx.try_recv(), Some(Event::Token { token: 0, .. })));
         assert!(matches!(woken.try_recv(), Ok(Command::Wake)));
-        assert!(tx.has_room());
+        assert!(tx.has_room(1));
         tx.send(token(3));
-        assert!(!tx.has_room());
+        assert!(!tx.has_room(1));
         tx.send(Event::Failed(EngineError::Stalled { seconds: 1 }));
         let mut seen = 0;
         while rx.try_recv().is_some() {

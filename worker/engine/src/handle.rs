@@ -189,6 +189,22 @@ fn check(request: &GenerateRequest, context: usize, vocab: usize) -> Result<(), 
             rule: "token ids must lie inside the model's vocabulary",
         });
     }
+    let wanted = &request.logits.prompt;
+    let last = request.prompt.len() - 1;
+    if let Some(bad) = wanted.iter().zip(wanted.iter().skip(1)).find_map(|(a, b)| (a >= b).then_some(b)) {
+        return Err(EngineError::BadParameter {
+            name: "positions",
+            value: bad.to_string(),
+            rule: "positions must ascend without repetition",
+        });
+    }
+    if let Some(bad) = wanted.last().filter(|p| **p >= last) {
+        return Err(EngineError::BadParameter {
+            name: "positions",
+            value: bad.to_string(),
+            rule: "positions must lie before the prompt's last token",
+        });
+    }
     if let Some((token, _)) = request.sampling.logit_bias.iter().find(|(t, _)| !known(t)) {
         return Err(EngineError::BadParameter {
             name: "logit_bias",

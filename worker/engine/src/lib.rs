@@ -29,7 +29,9 @@ pub use engine::Engine;
 pub use handle::{EngineHandle, EngineState};
 pub use logprobs::LogSoftmax;
 pub use probe::{ProbeError, ProbeReport};
-pub use request::{EngineError, Event, FinishReason, GenerateRequest, SamplingParams, Timings, TokenLogprob};
+pub use request::{
+    EngineError, Event, FinishReason, GenerateRequest, LogitsWanted, SamplingParams, Timings, TokenLogprob,
+};
 pub use stats::{EngineStats, STEP_BOUNDS};
 pub use vocab::Vocabulary;
 

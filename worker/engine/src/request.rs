@@ -58,6 +58,32 @@ pub struct GenerateRequest {
     pub logprobs: Option<u32>,
     /// Keep generating past end-of-sequence tokens (benchmarks).
     pub ignore_eos: bool,
+    /// Raw logits rows to report, for debugging and scoring.
+    pub logits: LogitsWanted,
+}
+
+/// Which rows of raw logits a request's receiver gets as [`Event::Logits`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LogitsWanted {
+    /// The row that each generated token is drawn from, sent just before the token.
+    pub steps: bool,
+    /// Indices of prompt tokens, ascending and below the last one's, after which the row is wanted. From the first of
+    /// them on, the prompt is computed anew whatever a bank holds of it.
+    pub prompt: Vec<usize>,
+}
+
+impl LogitsWanted {
+    /// How many leading tokens of a `prompt` may be taken from a bank that holds them.
+    pub(crate) fn reusable<'p>(&self, prompt: &'p [u32]) -> &'p [u32] {
+        // The last token given to the bank table is always computed.
+        self.prompt.first().and_then(|first| prompt.get(..=*first)).unwrap_or(prompt)
+    }
+
+    /// The wanted indices among `from..to`.
+    pub(crate) fn within(&self, from: usize, to: usize) -> &[usize] {
+        let at = |end: usize| self.prompt.partition_point(|p| *p < end);
+        &self.prompt[at(from)..at(to)]
+    }
 }
 
 /// A token's log-probability under the unmodified model distribution, and its rivals.
@@ -110,6 +136,13 @@ pub enum Event {
         text: String,
         /// Present when logprobs were asked for.
         logprob: Option<TokenLogprob>,
+    },
+    /// A row of logits as the model gave it, not sanitised; only when [`GenerateRequest::logits`] asks for it.
+    Logits {
+        /// Index in the sequence (prompt, then output) of the token after which it was computed: it predicts the next one.
+        position: usize,
+        /// One logit for each token of the model's output, in id order.
+        row: Vec<f32>,
     },
     /// The end. `text` is what was still held back.
     Done {

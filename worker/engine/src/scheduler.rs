@@ -213,7 +213,11 @@ impl<D: Device> Scheduler<D> {
     fn admit(&mut self) {
         let stats = &self.shared.stats;
         while let Some(next) = self.queue.front() {
-            let Some(got) = self.engine.banks.admit(&self.engine.device, &next.request.prompt) else { break };
+            let Some(got) =
+                self.engine.banks.admit(&self.engine.device, next.request.logits.reusable(&next.request.prompt))
+            else {
+                break;
+            };
             let Some(submission) = self.queue.pop_front() else { break };
             if got.cached > 0 {
                 add(&stats.prefix_hits, 1);
@@ -234,7 +238,7 @@ impl<D: Device> Scheduler<D> {
         let (engine, plan, entries) = (&mut self.engine, &mut self.plan, &mut self.entries);
         for (i, a) in self.active.iter_mut().enumerate() {
             let Phase::Decode(token) = a.phase else { continue };
-            if !a.events.has_room() {
+            if !a.events.has_room(a.events_a_step()) {
                 a.paused.get_or_insert_with(Instant::now);
                 continue;
             }
@@ -247,16 +251,27 @@ impl<D: Device> Scheduler<D> {
         }
         let mut budget =
             if entries.is_empty() { engine.config.prefill_chunk } else { engine.config.prefill_chunk_busy };
-        for (i, a) in self.active.iter().enumerate() {
+        for (i, a) in self.active.iter_mut().enumerate() {
             let Phase::Prefill(from) = a.phase else { continue };
             if budget == 0 {
                 break;
             }
-            let to = a.request.prompt.len().min(from + budget);
+            let mut to = a.request.prompt.len().min(from + budget);
+            if let Some(cut) = a.cut_for_logits(from, to) {
+                if cut == from {
+                    a.paused.get_or_insert_with(Instant::now);
+                    continue;
+                }
+                a.paused = None;
+                to = cut;
+            }
             budget -= to - from;
             match engine.banks.commit(&engine.device, a.bank, to) {
                 Ok(()) => {
                     let whole = to == a.request.prompt.len();
+                    let first_row = plan.rows();
+                    let inside = a.request.logits.within(from, to).iter().map(|p| first_row + p - from);
+                    plan.wanted.extend(inside);
                     let logits = plan.push(a.bank, from, &a.request.prompt[from..to], whole);
                     entries.push(Entry { active: i, logits });
                 }
@@ -289,7 +304,8 @@ impl<D: Device> Scheduler<D> {
                 prefilled += span.rows;
             }
         }
-        let decoded = self.plan.wanted.len();
+        self.send_prompt_logits();
+        let decoded = self.entries.iter().filter(|e| e.logits.is_some()).count();
         add(&self.shared.stats.prefill_tokens, prefilled);
         add(&self.shared.stats.decode_tokens, decoded);
         let mut ended = Vec::new();
@@ -306,6 +322,22 @@ impl<D: Device> Scheduler<D> {
         self.record_step(started.elapsed(), decoded as u64);
         self.end(ended);
         Ok(())
+    }
+
+    /// Sends the rows that were asked for inside of prompts.
+    fn send_prompt_logits(&mut self) {
+        let mut next = 0;
+        for (span, entry) in self.plan.spans.iter().zip(&self.entries) {
+            while let Some(row) = self.plan.wanted.get(next).filter(|r| **r < span.first_row + span.rows) {
+                if entry.logits != Some(next) {
+                    self.engine.device.read(self.engine.model.logits(), next, &mut self.row);
+                    let position = span.first_pos + row - span.first_row;
+                    let row = self.row.clone();
+                    self.active[entry.active].events.send(Event::Logits { position, row });
+                }
+                next += 1;
+            }
+        }
     }
 
     /// Ends requests, given by index with their terminal event and whether their rows may be reused.

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ds4_engine::{
-    Engine, EngineConfig, EngineHandle, Event, FinishReason, GenerateRequest, SamplingParams, Timings, Vocabulary,
+    Engine, EngineConfig, EngineHandle, Event, FinishReason, GenerateRequest, LogitsWanted, SamplingParams, Timings,
+    Vocabulary,
 };
 use ds4_kernels::CpuDevice;
 use support::{fixture, json, starter_path, tokens};
@@ -47,6 +48,7 @@ fn request(prompt: Vec<u32>, max_tokens: usize) -> GenerateRequest {
         stop: Vec::new(),
         logprobs: None,
         ignore_eos: false,
+        logits: LogitsWanted::default(),
     }
 }
 
@@ -62,7 +64,7 @@ fn serve(engine: &EngineHandle, request: GenerateRequest, leave_after: usize) ->
                 return (got, Some(timings));
             }
             Some(Event::Failed(e)) => panic!("{e}"),
-            Some(Event::Admitted) => {}
+            Some(Event::Admitted | Event::Logits { .. }) => {}
             None => break,
         }
     }

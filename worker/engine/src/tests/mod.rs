@@ -3,6 +3,7 @@
 mod batching;
 mod cancel;
 mod failure;
+mod logits;
 mod pressure;
 mod text;
 
@@ -15,7 +16,7 @@ use ds4_kernels::BatchPlan;
 use crate::mock::{BeforeStep, MockDevice, MockModel, MockVocabulary};
 use crate::{
     Engine, EngineConfig, EngineError, EngineHandle, EngineStats, Event, EventReceiver, FinishReason, GenerateRequest,
-    SamplingParams, Timings,
+    LogitsWanted, SamplingParams, Timings,
 };
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -41,6 +42,7 @@ fn request(prompt: &[u32], max_tokens: usize) -> GenerateRequest {
         stop: Vec::new(),
         logprobs: None,
         ignore_eos: false,
+        logits: LogitsWanted::default(),
     }
 }
 
@@ -49,6 +51,7 @@ fn request(prompt: &[u32], max_tokens: usize) -> GenerateRequest {
 struct Heard {
     tokens: Vec<u32>,
     text: String,
+    rows: Vec<(usize, Vec<f32>)>,
     end: Option<Result<(FinishReason, Timings), EngineError>>,
 }
 
@@ -56,6 +59,7 @@ impl Heard {
     fn take(&mut self, event: Event) {
         match event {
             Event::Admitted => {}
+            Event::Logits { position, row } => self.rows.push((position, row)),
             Event::Token { token, text, .. } => {
                 self.tokens.push(token);
                 self.text += &text;
