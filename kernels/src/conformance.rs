@@ -124,6 +124,7 @@ pub fn run_operations<D: Device>(device: &D, bounds: Bounds) {
     suite.attention(StateType::F16);
     suite.attention(StateType::F32);
     suite.bank();
+    suite.state();
 }
 
 /// Checks row invariance with a prompt of `tokens` tokens.
@@ -397,6 +398,71 @@ impl<D: Device> Suite<'_, D> {
         assert!(self.device.bank_committed(&bank) >= 50_000 * spec.bytes_per_token());
         self.device.bank_trim(&mut bank, 0);
         assert_eq!(self.device.bank_committed(&bank), 0, "a trim gives everything back");
+    }
+
+    /// State rows out and in again bit for bit, and a rewind that leaves what a checkpoint saw.
+    fn state(&self) {
+        let d = self.device;
+        let ty = StateType::F16;
+        let spec = StateSpec {
+            slots: vec![
+                StateKind::Append { width: 8, ty: StateType::F32 },
+                StateKind::Pooled { width: 6, ty: StateType::Fp8 { rotary: 2 }, tokens: 4 },
+                StateKind::Ring { rows: 5, width: 8, ty },
+                StateKind::Fixed { elems: 11 },
+            ],
+        };
+        let export = |bank: &D::Bank, slot: usize, tokens: usize| {
+            let mut out = Vec::new();
+            d.bank_export(bank, slot, 0..spec.slots[slot].rows(tokens), &mut out);
+            out
+        };
+        let all = |bank: &D::Bank, tokens| (0..spec.slots.len()).map(|s| export(bank, s, tokens)).collect::<Vec<_>>();
+        let mut rng = self.random(8);
+        for tokens in [1, 5, 13] {
+            let mut bank = self.bank_of(&spec, 40);
+            for (slot, kind) in spec.slots.iter().enumerate() {
+                let len = kind.bytes(tokens).unwrap_or(0);
+                let bytes: Vec<u8> = (0..len).map(|_| rng.bits().to_le_bytes()[0]).collect();
+                d.bank_import(&mut bank, slot, 0..kind.rows(tokens), &bytes);
+                assert!(export(&bank, slot, tokens) == bytes, "export of imported {kind:?} (DS4_SEED={})", self.seed);
+            }
+            let before = all(&bank, tokens);
+            let checkpoint = d.bank_checkpoint(&bank, tokens).expect("memory");
+            for (slot, kind) in spec.slots.iter().enumerate() {
+                // Of pieces that are not in a checkpoint, a step leaves the rows before it alone.
+                let from = if kind.checkpointed() { 0 } else { kind.rows(tokens) };
+                let rows = kind.rows(40) - from;
+                let bytes = vec![0x5a; rows * kind.ty().row_bytes(kind.width())];
+                d.bank_import(&mut bank, slot, from..from + rows, &bytes);
+            }
+            d.bank_rewind(&mut bank, &checkpoint);
+            assert!(all(&bank, tokens) == before, "rewind to {tokens} tokens (DS4_SEED={})", self.seed);
+        }
+        // What a step writes is what an export reads: position p of a ring in row p mod 5.
+        let x: Vec<f32> = (0..13 * 8).map(|_| half::f16::from_f32(rng.unit()).to_f32()).collect();
+        let buffer = self.upload(8, &x);
+        let mut banks = vec![self.bank_of(&spec, 13)];
+        let mut plan = BatchPlan::default();
+        plan.push(0, 0, &tokens(13), false);
+        let step = d.step(&plan, &mut banks).expect("step");
+        d.state_write(&step, 0, &buffer);
+        d.state_write(&step, 2, &buffer);
+        drop(step);
+        let read = |slot: usize, row: usize| {
+            let ty = spec.slots[slot].ty();
+            let mut bytes = Vec::new();
+            d.bank_export(&banks[0], slot, row..row + 1, &mut bytes);
+            let mut out = vec![0.0; 8];
+            ty.decode(&bytes, &mut out);
+            out
+        };
+        for (pos, want) in x.chunks(8).enumerate() {
+            assert_eq!(read(0, pos), want, "append row {pos}");
+            if pos >= 8 {
+                assert_eq!(read(2, pos % 5), want, "ring row of position {pos}");
+            }
+        }
     }
 
     /// One layer with every kind of operation, as a model would run it.

@@ -7,6 +7,8 @@
 //! prompt was cut into chunks: every op performs the same floating-point operations in the same order for a row,
 //! whatever the batch. Batched, chunked and lone runs therefore agree bit for bit, and the tests require it.
 
+use std::ops::Range;
+
 use ds4_manifests::GgmlType;
 use ds4_os::SharedBytes;
 
@@ -96,6 +98,8 @@ pub trait Device: Send + Sync + 'static {
     type Bank: Send;
     /// A plan made ready for the device: positions, bank addresses, lengths.
     type Step: Send;
+    /// A copy, in the device's own memory, of what a bank cannot have back by forgetting rows: rings and fixed blocks.
+    type Checkpoint: Send;
 
     /// Human name, e.g. `cpu (avx512-vnni, 2 threads)`.
     fn describe(&self) -> String;
@@ -117,6 +121,34 @@ pub trait Device: Send + Sync + 'static {
 
     /// Bytes committed now.
     fn bank_committed(&self, bank: &Self::Bank) -> usize;
+
+    /// Copies the rings and fixed blocks of `bank` as they are after `tokens` tokens, which must be all that were computed in
+    /// it. The copy takes [`StateSpec::checkpoint_bytes`] of `tokens`, and is good for [`Device::bank_rewind`] of this bank as long
+    /// as its first `tokens` tokens stay the same.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`]; the bank is as it was.
+    fn bank_checkpoint(&self, bank: &Self::Bank, tokens: usize) -> Result<Self::Checkpoint, DeviceError>;
+
+    /// Takes `bank` back to where `checkpoint` was taken: later rows are forgotten as [`Device::bank_trim`] does, rings and fixed
+    /// blocks are as they were. What is computed from there on has the same bits as after the first time.
+    ///
+    /// # Panics
+    /// When the bank has been trimmed below the checkpoint since: rows that it counts on are gone.
+    fn bank_rewind(&self, bank: &mut Self::Bank, checkpoint: &Self::Checkpoint);
+
+    /// Appends storage rows `rows` of `slot` to `out`, in the bytes that [`StateType`](crate::state::StateType) lays down, bit for
+    /// bit. A row of a ring lies at its position modulo the ring's length; a fixed block is its slot's row 0.
+    ///
+    /// # Panics
+    /// When rows are asked for that the committed tokens do not have.
+    fn bank_export(&self, bank: &Self::Bank, slot: usize, rows: Range<usize>, out: &mut Vec<u8>);
+
+    /// Overwrites storage rows `rows` of `slot` with what [`Device::bank_export`] gave.
+    ///
+    /// # Panics
+    /// When the rows do not exist in the bank or `bytes` has not their size.
+    fn bank_import(&self, bank: &mut Self::Bank, slot: usize, rows: Range<usize>, bytes: &[u8]);
 
     /// Prepares `plan` for this device. Banks must be committed up to the end of every span.
     fn step(&self, plan: &BatchPlan, banks: &mut [Self::Bank]) -> Result<Self::Step, DeviceError>;

@@ -1,4 +1,6 @@
-//! State specs: what a family keeps per sequence. Bank allocation, commit, trim and accounting all derive from it.
+//! State specs: what a family keeps per sequence. Bank allocation, commit, trim, checkpoints and accounting all derive from it.
+
+use half::f16;
 
 use crate::math::packed;
 
@@ -27,6 +29,50 @@ impl StateType {
             StateType::F32 => width * 4,
             StateType::Fp8 { rotary } => packed::fp8_row_bytes(width, rotary),
             StateType::Fp4 => packed::fp4_row_bytes(width),
+        }
+    }
+
+    /// Writes `row` into its storage bytes (little-endian), rounding to the type's precision.
+    ///
+    /// # Panics
+    /// When `out` has not [`StateType::row_bytes`] bytes.
+    pub fn encode(self, row: &[f32], out: &mut [u8]) {
+        assert_eq!(out.len(), self.row_bytes(row.len()), "bytes of a state row");
+        match self {
+            StateType::F16 => {
+                for (v, b) in row.iter().zip(out.as_chunks_mut().0) {
+                    *b = f16::from_f32(*v).to_le_bytes();
+                }
+            }
+            StateType::F32 => {
+                for (v, b) in row.iter().zip(out.as_chunks_mut().0) {
+                    *b = v.to_le_bytes();
+                }
+            }
+            StateType::Fp8 { rotary } => packed::store_fp8(row, rotary, out),
+            StateType::Fp4 => packed::store_fp4(row, out),
+        }
+    }
+
+    /// Reads a row from its storage bytes.
+    ///
+    /// # Panics
+    /// When `bytes` has not [`StateType::row_bytes`] bytes.
+    pub fn decode(self, bytes: &[u8], row: &mut [f32]) {
+        assert_eq!(bytes.len(), self.row_bytes(row.len()), "bytes of a state row");
+        match self {
+            StateType::F16 => {
+                for (v, b) in row.iter_mut().zip(bytes.as_chunks().0) {
+                    *v = f16::from_le_bytes(*b).to_f32();
+                }
+            }
+            StateType::F32 => {
+                for (v, b) in row.iter_mut().zip(bytes.as_chunks().0) {
+                    *v = f32::from_le_bytes(*b);
+                }
+            }
+            StateType::Fp8 { rotary } => packed::load_fp8(bytes, rotary, row),
+            StateType::Fp4 => packed::load_fp4(bytes, row),
         }
     }
 }
@@ -105,6 +151,11 @@ impl StateKind {
         }
     }
 
+    /// Whether forgetting rows is not enough to go back: the piece must be in a checkpoint.
+    pub const fn checkpointed(self) -> bool {
+        matches!(self, StateKind::Ring { .. } | StateKind::Fixed { .. })
+    }
+
     /// Bytes that `tokens` tokens need.
     pub const fn bytes(self, tokens: usize) -> Option<usize> {
         self.rows(tokens).checked_mul(self.ty().row_bytes(self.width()))
@@ -136,6 +187,12 @@ impl StateSpec {
         self.slots.iter().map(|s| s.bytes(tokens).unwrap_or(usize::MAX)).fold(0, usize::saturating_add)
     }
 
+    /// Bytes of a checkpoint at `tokens` tokens.
+    pub fn checkpoint_bytes(&self, tokens: usize) -> usize {
+        let pieces = self.slots.iter().filter(|s| s.checkpointed());
+        pieces.map(|s| s.bytes(tokens).unwrap_or(usize::MAX)).fold(0, usize::saturating_add)
+    }
+
     /// Whether a sequence can be cut back to any earlier length by forgetting rows.
     pub fn truncatable(&self) -> bool {
         self.slots.iter().all(|s| matches!(s, StateKind::Append { .. }))
@@ -163,7 +220,24 @@ mod tests {
         assert_eq!(rows(101), [101, 25, 16, 1]);
         assert_eq!(spec.bytes(101), 101 * 16 + 25 * 16 + 16 * 16 + 40);
         assert_eq!(spec.bytes_per_token(), 16 + 4);
+        assert_eq!([0, 3, 101].map(|t| spec.checkpoint_bytes(t)), [0, 3 * 16 + 40, 16 * 16 + 40]);
         assert!(!spec.truncatable());
         assert!(StateSpec { slots: vec![StateKind::Append { width: 8, ty }] }.truncatable());
+    }
+
+    #[test]
+    fn rows_survive_their_bytes() {
+        let row: Vec<f32> = (0..64).map(|i: i16| f32::from(i - 20) / 4.0).collect();
+        // Quarters up to 11 have at most 6 bits, so f16 holds them; the packed types are tested with their codecs.
+        for ty in [StateType::F16, StateType::F32] {
+            let (mut bytes, mut back) = (vec![0; ty.row_bytes(64)], vec![0.0; 64]);
+            ty.encode(&row, &mut bytes);
+            ty.decode(&bytes, &mut back);
+            assert_eq!(back, row);
+        }
+        let ty = StateType::F16;
+        let mut bytes = [0; 2];
+        ty.encode(&[1.5], &mut bytes);
+        assert_eq!(bytes, [0x00, 0x3e], "little-endian binary16");
     }
 }

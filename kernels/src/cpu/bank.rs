@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code, reason = "one anonymous mapping and raw rows inside it")]
 
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -70,6 +71,12 @@ pub struct CpuBank {
     context: usize,
     tokens: usize,
     page: usize,
+}
+
+/// Rings and fixed blocks of a bank at one length: their rows in slot order.
+pub struct CpuCheckpoint {
+    tokens: usize,
+    bytes: Vec<u8>,
 }
 
 /// A bank as a step sees it: the memory stays mapped as long as the step lives, whatever happens to the bank.
@@ -146,6 +153,70 @@ impl CpuBank {
     /// Bytes in committed pages.
     pub(crate) fn committed(&self) -> usize {
         self.slots.iter().map(|s| s.committed).sum()
+    }
+
+    /// The memory of storage rows `rows` of `slot`.
+    fn span(&self, slot: usize, rows: &Range<usize>) -> (*mut u8, usize) {
+        let s = self.slots[slot];
+        let have = s.kind.rows(self.tokens);
+        assert!(
+            rows.start <= rows.end && rows.end <= have,
+            "rows {rows:?} of slot {slot}, which has {have} in a bank committed to {}",
+            self.tokens
+        );
+        let bytes = s.ty.row_bytes(s.width);
+        // SAFETY: the slot's first `have` rows are inside the mapping.
+        let at = unsafe { self.memory.base.as_ptr().add(s.offset + rows.start * bytes) };
+        (at, rows.len() * bytes)
+    }
+
+    /// Appends the bytes of storage rows to `out`.
+    pub(crate) fn export(&self, slot: usize, rows: &Range<usize>, out: &mut Vec<u8>) {
+        let (at, len) = self.span(slot, rows);
+        // SAFETY: `span` checked the range; pages read as zeros until written. No operation runs: they all return before
+        // their caller can get at the bank again.
+        out.extend_from_slice(unsafe { std::slice::from_raw_parts(at, len) });
+    }
+
+    /// Overwrites storage rows.
+    pub(crate) fn import(&mut self, slot: usize, rows: &Range<usize>, bytes: &[u8]) {
+        let (at, len) = self.span(slot, rows);
+        assert_eq!(bytes.len(), len, "bytes of rows {rows:?} of slot {slot}");
+        // SAFETY: as in `export`; the bank is borrowed exclusively, and `bytes` is not bank memory, of which nothing lends slices.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, len) };
+    }
+
+    /// Copies rings and fixed blocks.
+    pub(crate) fn checkpoint(&self, tokens: usize) -> Result<CpuCheckpoint, DeviceError> {
+        assert!(tokens <= self.tokens, "checkpoint at {tokens} in a bank committed to {}", self.tokens);
+        let kinds = || self.slots.iter().map(|s| s.kind).enumerate().filter(|(_, k)| k.checkpointed());
+        let len = kinds().map(|(_, k)| k.bytes(tokens).unwrap_or(usize::MAX)).fold(0, usize::saturating_add);
+        let mut bytes = Vec::new();
+        if bytes.try_reserve_exact(len).is_err() {
+            return Err(DeviceError::OutOfMemory { what: "checkpoint", missing: len });
+        }
+        for (slot, kind) in kinds() {
+            self.export(slot, &(0..kind.rows(tokens)), &mut bytes);
+        }
+        Ok(CpuCheckpoint { tokens, bytes })
+    }
+
+    /// Goes back to a checkpoint of this bank.
+    pub(crate) fn rewind(&mut self, to: &CpuCheckpoint) {
+        assert!(to.tokens <= self.tokens, "rewind to {} of a bank of {}", to.tokens, self.tokens);
+        self.trim(to.tokens);
+        let mut rest = to.bytes.as_slice();
+        for slot in 0..self.slots.len() {
+            let kind = self.slots[slot].kind;
+            if !kind.checkpointed() {
+                continue;
+            }
+            let rows = kind.rows(to.tokens);
+            let (bytes, after) = rest.split_at(rows * kind.ty().row_bytes(kind.width()));
+            self.import(slot, &(0..rows), bytes);
+            rest = after;
+        }
+        assert!(rest.is_empty(), "a checkpoint of another state spec");
     }
 
     pub(crate) fn view(&self) -> BankView {
@@ -225,5 +296,80 @@ mod tests {
         // SAFETY: row 63 of slot 0 is inside the mapping that the view keeps.
         unsafe { view.rows(0).add(63 * 384).write(7) };
         assert_eq!(view.tokens(), 64);
+    }
+
+    fn mixed() -> StateSpec {
+        let ty = StateType::F16;
+        StateSpec {
+            slots: vec![
+                StateKind::Append { width: 3, ty },
+                StateKind::Pooled { width: 3, ty, tokens: 4 },
+                StateKind::Ring { rows: 5, width: 700, ty },
+                StateKind::Fixed { elems: 11 },
+            ],
+        }
+    }
+
+    /// All storage of a bank of `tokens` tokens.
+    fn contents(bank: &CpuBank, tokens: usize) -> Vec<Vec<u8>> {
+        (0..bank.slots.len())
+            .map(|slot| {
+                let mut out = Vec::new();
+                bank.export(slot, &(0..bank.slots[slot].kind.rows(tokens)), &mut out);
+                out
+            })
+            .collect()
+    }
+
+    fn fill(bank: &mut CpuBank, tokens: usize, salt: u8) {
+        for slot in 0..bank.slots.len() {
+            let kind = bank.slots[slot].kind;
+            let rows = kind.rows(tokens);
+            let len = rows * kind.ty().row_bytes(kind.width());
+            let bytes: Vec<u8> = (0u8..251).cycle().map(|b| b ^ salt).take(len).collect();
+            bank.import(slot, &(0..rows), &bytes);
+        }
+    }
+
+    #[test]
+    fn a_rewound_bank_is_what_it_was() {
+        // Before and after the ring is full, and with nothing there.
+        for tokens in [0, 1, 4, 5, 9] {
+            let mut bank = CpuBank::new(&mixed(), 64).expect("address space");
+            bank.commit(tokens).expect("memory");
+            fill(&mut bank, tokens, 0);
+            let before = contents(&bank, tokens);
+            let checkpoint = bank.checkpoint(tokens).expect("memory");
+            assert_eq!(checkpoint.bytes.len(), mixed().checkpoint_bytes(tokens));
+            bank.commit(40).expect("memory");
+            let kept: Vec<Vec<u8>> = before[..2].to_vec();
+            fill(&mut bank, 40, 0xff);
+            // Rows before the checkpoint do not change in use; `fill` overwrote them.
+            for (slot, bytes) in kept.iter().enumerate() {
+                let rows = bank.slots[slot].kind.rows(tokens);
+                bank.import(slot, &(0..rows), bytes);
+            }
+            bank.rewind(&checkpoint);
+            assert_eq!(contents(&bank, tokens), before, "{tokens} tokens");
+            assert_eq!(bank.tokens, tokens);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "rewind to 9 of a bank of 8")]
+    fn a_bank_trimmed_below_a_checkpoint_cannot_be_rewound_to_it() {
+        let mut bank = CpuBank::new(&mixed(), 64).expect("address space");
+        bank.commit(9).expect("memory");
+        let checkpoint = bank.checkpoint(9).expect("memory");
+        bank.trim(8);
+        bank.rewind(&checkpoint);
+    }
+
+    #[test]
+    #[should_panic(expected = "rows 0..3 of slot 1, which has 2")]
+    fn rows_that_do_not_exist_are_not_exported() {
+        let mut bank = CpuBank::new(&mixed(), 64).expect("address space");
+        bank.commit(9).expect("memory");
+        bank.export(1, &(0..3), &mut Vec::new());
     }
 }

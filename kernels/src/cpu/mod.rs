@@ -34,6 +34,7 @@ pub(crate) mod unpack_avx512;
 mod state_rows;
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, RwLock};
 
 use ds4_manifests::GgmlType;
@@ -45,7 +46,7 @@ use crate::quant;
 use crate::state::{StateSpec, StateType};
 use attention::SpanView;
 use bank::BankView;
-pub use bank::CpuBank;
+pub use bank::{CpuBank, CpuCheckpoint};
 pub use isa::Isa;
 pub use moe::CpuRouting;
 use pool::Pool;
@@ -301,6 +302,7 @@ impl Device for CpuDevice {
     type Weight = CpuWeight;
     type Bank = CpuBank;
     type Step = CpuStep;
+    type Checkpoint = CpuCheckpoint;
 
     fn describe(&self) -> String {
         format!("cpu ({}, {} threads)", self.isa.name(), self.threads())
@@ -353,6 +355,22 @@ impl Device for CpuDevice {
 
     fn bank_committed(&self, bank: &CpuBank) -> usize {
         bank.committed()
+    }
+
+    fn bank_checkpoint(&self, bank: &CpuBank, tokens: usize) -> Result<CpuCheckpoint, DeviceError> {
+        bank.checkpoint(tokens)
+    }
+
+    fn bank_rewind(&self, bank: &mut CpuBank, checkpoint: &CpuCheckpoint) {
+        bank.rewind(checkpoint);
+    }
+
+    fn bank_export(&self, bank: &CpuBank, slot: usize, rows: Range<usize>, out: &mut Vec<u8>) {
+        bank.export(slot, &rows, out);
+    }
+
+    fn bank_import(&self, bank: &mut CpuBank, slot: usize, rows: Range<usize>, bytes: &[u8]) {
+        bank.import(slot, &rows, bytes);
     }
 
     fn step(&self, plan: &BatchPlan, banks: &mut [CpuBank]) -> Result<CpuStep, DeviceError> {

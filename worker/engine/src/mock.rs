@@ -4,6 +4,7 @@
 //! order, inside what was committed, and never after a trim that removed them. The model's logits are a function of the
 //! tokens in the bank, so a mix-up of banks or positions changes the output.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
@@ -17,6 +18,13 @@ pub fn mock_spec() -> StateSpec {
     StateSpec { slots: vec![StateKind::Append { width: 2, ty: StateType::F32 }] }
 }
 
+/// State spec of a mock that cannot be truncated: also 8 bytes a token, and a window of 4 rows.
+pub fn mock_windowed_spec() -> StateSpec {
+    let mut spec = mock_spec();
+    spec.slots.push(StateKind::Ring { rows: 4, width: 2, ty: StateType::F32 });
+    spec
+}
+
 const BYTES: usize = 8;
 
 /// A bank of the mock: the tokens whose rows were written.
@@ -25,6 +33,9 @@ pub struct MockBank {
     tokens: Vec<u32>,
     committed: usize,
     context: usize,
+    /// It has a window, so a trim to anything but nothing leaves it unfit for use until it is rewound.
+    windowed: bool,
+    torn: bool,
 }
 
 /// The device; clones share their memory account.
@@ -48,6 +59,7 @@ impl MockDevice {
 
     /// Writes rows as a forward pass does.
     pub fn write(&self, bank: &mut MockBank, first_pos: usize, tokens: &[u32]) {
+        assert!(!bank.torn, "a window was cut and not rewound");
         assert_eq!(bank.tokens.len(), first_pos, "rows must be written in order");
         bank.tokens.extend_from_slice(tokens);
         assert!(bank.tokens.len() <= bank.committed, "rows past what is committed");
@@ -59,13 +71,15 @@ impl Device for MockDevice {
     type Weight = ();
     type Bank = MockBank;
     type Step = ();
+    /// The tokens that the bank held.
+    type Checkpoint = Vec<u32>;
 
     fn describe(&self) -> String {
         "mock".into()
     }
 
-    fn bank(&self, _: &StateSpec, context: usize) -> Result<MockBank, DeviceError> {
-        Ok(MockBank { context, ..MockBank::default() })
+    fn bank(&self, spec: &StateSpec, context: usize) -> Result<MockBank, DeviceError> {
+        Ok(MockBank { context, windowed: !spec.truncatable(), ..MockBank::default() })
     }
 
     fn bank_commit(&self, bank: &mut MockBank, tokens: usize) -> Result<(), DeviceError> {
@@ -80,6 +94,7 @@ impl Device for MockDevice {
     }
 
     fn bank_trim(&self, bank: &mut MockBank, tokens: usize) {
+        bank.torn = tokens > 0 && (bank.torn || bank.windowed && tokens < bank.tokens.len());
         bank.tokens.truncate(tokens);
         let less = bank.committed.saturating_sub(tokens);
         self.committed.fetch_sub(less, SeqCst);
@@ -88,6 +103,30 @@ impl Device for MockDevice {
 
     fn bank_committed(&self, bank: &MockBank) -> usize {
         bank.committed * BYTES
+    }
+
+    fn bank_checkpoint(&self, bank: &MockBank, tokens: usize) -> Result<Vec<u32>, DeviceError> {
+        assert!(!bank.torn && bank.tokens.len() == tokens, "a checkpoint of a whole bank at its own length");
+        Ok(bank.tokens.clone())
+    }
+
+    fn bank_rewind(&self, bank: &mut MockBank, checkpoint: &Vec<u32>) {
+        assert!(bank.tokens.starts_with(checkpoint), "a checkpoint of another sequence");
+        self.bank_trim(bank, checkpoint.len());
+        bank.torn = false;
+    }
+
+    fn bank_export(&self, bank: &MockBank, slot: usize, rows: Range<usize>, out: &mut Vec<u8>) {
+        assert_eq!(slot, 0, "the mock keeps tokens only");
+        out.extend(bank.tokens[rows].iter().flat_map(|t| u64::from(*t).to_le_bytes()));
+    }
+
+    fn bank_import(&self, bank: &mut MockBank, slot: usize, rows: Range<usize>, bytes: &[u8]) {
+        assert!(slot == 0 && rows.end <= bank.committed, "the mock keeps tokens only");
+        bank.tokens.resize(bank.tokens.len().max(rows.end), 0);
+        for (t, b) in bank.tokens[rows].iter_mut().zip(bytes.as_chunks().0) {
+            *t = u32::try_from(u64::from_le_bytes(*b)).expect("a token");
+        }
     }
 
     fn read(&self, x: &Vec<f32>, row: usize, out: &mut Vec<f32>) {
@@ -174,6 +213,12 @@ impl MockModel {
             let next = reply.get(tokens.len() - prompt_len).copied().unwrap_or(MockVocabulary::EOG);
             logits[next as usize] = 10.0;
         }))
+    }
+
+    /// The same model with another state spec, such as [`mock_windowed_spec`].
+    pub fn keeping(mut self, spec: StateSpec) -> Self {
+        self.spec = spec;
+        self
     }
 
     /// The same model with something to do before each step.
