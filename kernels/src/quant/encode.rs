@@ -1,11 +1,13 @@
-//! Encoders of the simple types, for tests and small generated models. Equal to the `gguf` package's encoders bit for bit.
+//! Encoders: `ds4 gguf convert` and tests write tensors with them.
 //!
-//! K and IQ types have no encoder here: theirs are searches, and nothing in this program makes such files.
+//! The simple types here are equal to the `gguf` package's encoders bit for bit. Q4_K and Q2_K (`encode_k`) and IQ2_XXS
+//! (`encode_iq2`) are searches of our own for the least squared error, which may be weighted by the importance of each input
+//! channel; their quality is held against ggml's encoders.
 
 use ds4_manifests::GgmlType;
 use half::f16;
 
-use super::row_bytes;
+use super::{encode_iq2, encode_k, row_bytes};
 
 /// True when [`quantize_row`] encodes `ty`.
 pub fn can_quantize(ty: GgmlType) -> bool {
@@ -19,14 +21,68 @@ pub fn can_quantize(ty: GgmlType) -> bool {
             | GgmlType::Q5_0
             | GgmlType::Q5_1
             | GgmlType::Q8_0
+            | GgmlType::Q4_K
+            | GgmlType::Q2_K
+            | GgmlType::IQ2_XXS
     )
 }
 
-/// Encodes a row of finite values.
+/// The largest magnitude that `ty` can hold: beyond it an encoder's scale (or value) would not fit its f16.
+///
+/// Q8_0 reaches 127 times an f16, Q5_1 and Q4_1 keep the minimum itself as one, K types have `dmin·63` (Q4_K) and `dmin·15`
+/// (Q2_K) for the minimum, IQ2_XXS `d·31/8·43`; 2 % are left for rounding.
+pub fn largest(ty: GgmlType) -> f32 {
+    let half = f16::MAX.to_f32();
+    match ty {
+        GgmlType::F32 => f32::MAX,
+        GgmlType::BF16 => half::bf16::MAX.to_f32(),
+        GgmlType::F16 | GgmlType::Q4_1 | GgmlType::Q5_1 => half,
+        GgmlType::Q4_0 => 8.0 * half,
+        GgmlType::Q5_0 => 16.0 * half,
+        GgmlType::Q8_0 => 127.0 * half,
+        GgmlType::Q4_K => 0.98 * 63.0 * half,
+        GgmlType::Q2_K => 0.98 * 15.0 * half,
+        GgmlType::IQ2_XXS => 0.98 * 31.0 / 8.0 * 43.0 * half,
+        other => panic!("{other} has no encoder"),
+    }
+}
+
+/// Encodes a row of finite values, none beyond [`largest`].
 ///
 /// # Panics
 /// When the length is not a whole number of blocks, or [`can_quantize`] says no.
 pub fn quantize_row(ty: GgmlType, x: &[f32]) -> Vec<u8> {
+    quantize_row_weighted(ty, x, None)
+}
+
+/// The same with the importance of each element (zero or more, one an element): Q4_K, Q2_K and IQ2_XXS then minimise the
+/// squared error weighted by it, other types do not look at it. A block whose elements all have importance zero is encoded as
+/// if they had one.
+///
+/// # Panics
+/// As [`quantize_row`], and when there is not one importance an element.
+pub fn quantize_row_weighted(ty: GgmlType, x: &[f32], importance: Option<&[f32]>) -> Vec<u8> {
+    if let Some(importance) = importance {
+        assert_eq!(importance.len(), x.len(), "one importance an element");
+    }
+    let encode: SearchedBlock = match ty {
+        GgmlType::Q4_K => |x, w, _, out| encode_k::q4_k(x, w, out),
+        GgmlType::Q2_K => |x, w, _, out| encode_k::q2_k(x, w, out),
+        GgmlType::IQ2_XXS => encode_iq2::iq2_xxs,
+        _ => return simple(ty, x),
+    };
+    let mut out = Vec::with_capacity(row_bytes(ty, x.len()));
+    for (i, block) in x.as_chunks::<256>().0.iter().enumerate() {
+        let own = importance.map(|w| &w.as_chunks::<256>().0[i]).filter(|w| w.iter().any(|w| *w > 0.0));
+        encode(block, own.unwrap_or(&[1.0; 256]), own.is_none(), &mut out);
+    }
+    out
+}
+
+/// Encodes a block from values, weights, and whether the weights are all one.
+type SearchedBlock = fn(&[f32; 256], &[f32; 256], bool, &mut Vec<u8>);
+
+fn simple(ty: GgmlType, x: &[f32]) -> Vec<u8> {
     let mut out = Vec::with_capacity(row_bytes(ty, x.len()));
     let (blocks, _) = x.as_chunks::<32>();
     match ty {
@@ -38,7 +94,9 @@ pub fn quantize_row(ty: GgmlType, x: &[f32]) -> Vec<u8> {
         GgmlType::Q4_1 => blocks.iter().for_each(|b| affine(b, 4, &mut out)),
         GgmlType::Q5_1 => blocks.iter().for_each(|b| affine(b, 5, &mut out)),
         GgmlType::Q8_0 => blocks.iter().for_each(|b| q8_0(b, &mut out)),
-        other => panic!("{other} has no encoder; use F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0"),
+        other => {
+            panic!("{other} has no encoder; use F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q2_K or IQ2_XXS")
+        }
     }
     out
 }
@@ -125,8 +183,8 @@ mod tests {
     #[test]
     fn zeros_encode_to_zeros() {
         for ty in super::super::SUPPORTED.into_iter().filter(|t| can_quantize(*t)) {
-            let bytes = quantize_row(ty, &[0.0; 64]);
-            let mut y = [1.0; 64];
+            let bytes = quantize_row(ty, &[0.0; 256]);
+            let mut y = [1.0; 256];
             dequantize_row(ty, &bytes, &mut y);
             assert!(y.iter().all(|v| *v == 0.0), "{ty}");
         }

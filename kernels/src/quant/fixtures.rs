@@ -93,8 +93,10 @@ fn every_codebook_entry_and_many_more_blocks_decode_alike() {
 fn encoders_agree_with_the_gguf_package() {
     for ty in SUPPORTED {
         let f = load(ty);
-        assert_eq!(!f.plain.is_empty(), can_quantize(ty), "{ty}: fixture and encoder list differ");
-        if can_quantize(ty) {
+        // The encoders of these are searches of our own: encode_quality.rs judges them.
+        let searched = matches!(ty, GgmlType::Q4_K | GgmlType::Q2_K | GgmlType::IQ2_XXS);
+        assert_eq!(!f.plain.is_empty(), can_quantize(ty) && !searched, "{ty}: fixture and encoder list differ");
+        if !f.plain.is_empty() {
             assert!(quantize_row(ty, &f.plain) == f.encoded, "{ty}: encoded bytes differ");
         }
     }

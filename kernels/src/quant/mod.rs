@@ -1,4 +1,4 @@
-//! Block formats of quantised tensors: exact scalar decoders, and encoders of the simple types.
+//! Block formats of quantised tensors: exact scalar decoders, and encoders.
 //!
 //! This is the reference that faster code is held against. Decoders perform the same f32 operations in the same order as
 //! the public `gguf` Python package (0.19), so results agree with it bit for bit; `tests/fixtures/quant` holds the proof,
@@ -7,17 +7,21 @@
 //! Format source: the ggml type table and block layouts as published with the GGUF specification.
 
 pub mod encode;
+mod encode_iq2;
+mod encode_k;
 pub mod grids;
 pub mod iq;
 pub mod k;
 pub mod simple;
 
 #[cfg(test)]
+mod encode_quality;
+#[cfg(test)]
 mod fixtures;
 
 use ds4_manifests::GgmlType;
 
-pub use encode::{can_quantize, quantize_row};
+pub use encode::{can_quantize, largest, quantize_row, quantize_row_weighted};
 
 /// Every type that [`dequantize_row`] decodes.
 pub const SUPPORTED: [GgmlType; 20] = [
