@@ -15,11 +15,15 @@ pub(crate) use guard::{ControlStrings, Guard, Role};
 pub(crate) use python::{float_repr, json_string};
 pub(crate) use template::part_text;
 
+use std::sync::Arc;
+
 use ds4_manifests::Metadata;
 use serde_json::{Map, Value};
 
+use crate::answer::AnswerFormat;
 use crate::deepseek_v4::{self, Thinking};
 use crate::error::TextError;
+use crate::tokenizer::Tokenizer;
 use template::JinjaTemplate;
 
 /// What a message says.
@@ -70,6 +74,29 @@ impl ChatMessage {
     }
 }
 
+/// Whether the answer must call a tool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum ToolChoice {
+    /// The model decides.
+    #[default]
+    Auto,
+    /// It must call one of the tools.
+    Required,
+    /// It must call this one.
+    Named(String),
+}
+
+/// What a model's layout has a place for, beside plain messages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ChatAbilities {
+    /// Tools in the prompt, and calls that are told from the answer's text.
+    pub tools: bool,
+    /// Reasoning that can be asked for, and that is told from the answer's text.
+    pub reasoning: bool,
+    /// A schema for the answer in the prompt.
+    pub response_format: bool,
+}
+
 /// A conversation to render.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ChatInput {
@@ -77,6 +104,10 @@ pub struct ChatInput {
     pub messages: Vec<ChatMessage>,
     /// Tools on offer, in the OpenAI shape.
     pub tools: Option<Value>,
+    /// Whether the answer must call one of them.
+    pub tool_choice: ToolChoice,
+    /// The answer may call no more than one.
+    pub single_call: bool,
     /// End the prompt where the assistant's answer begins.
     pub add_generation_prompt: bool,
     /// How much the model should think, for a family with a choice (DeepSeek V4). `None`: what `variables` say, else
@@ -119,6 +150,23 @@ impl ChatTemplate {
         } else {
             Layout::Jinja(Box::new(JinjaTemplate::compile(m)?))
         }))
+    }
+
+    /// What the layout has a place for.
+    pub fn abilities(&self) -> ChatAbilities {
+        match &self.0 {
+            // A template may print tools, but what its model answers then is in a language of its own.
+            Layout::Jinja(_) => ChatAbilities::default(),
+            Layout::DeepSeekV4(_) => ChatAbilities { tools: true, reasoning: true, response_format: true },
+        }
+    }
+
+    /// How the answers to `input` are read; `None`: they are plain text.
+    pub fn answer_format(&self, input: &ChatInput, tokenizer: &Tokenizer) -> Option<Arc<dyn AnswerFormat>> {
+        match &self.0 {
+            Layout::Jinja(_) => None,
+            Layout::DeepSeekV4(encoder) => Some(Arc::new(encoder.format(input, tokenizer))),
+        }
     }
 
     /// Renders a conversation.

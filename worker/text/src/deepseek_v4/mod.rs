@@ -10,7 +10,9 @@
 
 pub mod dsml;
 mod json;
+mod ledger;
 mod prompt;
+mod reader;
 
 pub use json::dumps;
 pub use prompt::Thinking;

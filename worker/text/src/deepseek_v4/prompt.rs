@@ -8,9 +8,11 @@ use ds4_manifests::Metadata;
 use serde_json::Value;
 
 use super::dsml::{ToolCall, serialize_with};
+use super::reader::Format;
 use super::{ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, NEEDED, THINK, USER, dumps};
 use crate::chat::{ChatContent, ChatInput, ChatMessage, ControlStrings, Guard, RenderedPrompt, Role, part_text};
 use crate::error::TextError;
+use crate::tokenizer::Tokenizer;
 use crate::vocabulary::control_strings;
 
 /// How much the model thinks before it answers.
@@ -121,6 +123,11 @@ impl Encoder {
             return Err(TextError::Damaged { what: format!("the vocabulary has no control token {missing}") });
         }
         Ok(Self { controls: ControlStrings::new(strings)? })
+    }
+
+    /// How the answers to `input` are read.
+    pub(crate) fn format(&self, input: &ChatInput, tokenizer: &Tokenizer) -> Format {
+        Format::new(input, thinking_of(input), tokenizer)
     }
 
     /// # Errors

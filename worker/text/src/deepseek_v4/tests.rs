@@ -11,7 +11,7 @@ use crate::test_support::{Rng, deepseek_v4_tokenizer_json, fixture};
 use crate::{ChatContent, ChatInput, ChatMessage, ChatTemplate, Specials, TextError, Tokenizer};
 
 /// The metadata that a converter writes for this tokenizer: added tokens that do not look special are user-defined.
-fn metadata() -> &'static Metadata {
+pub(super) fn metadata() -> &'static Metadata {
     static METADATA: OnceLock<Metadata> = OnceLock::new();
     METADATA.get_or_init(|| {
         let text = std::fs::read_to_string(deepseek_v4_tokenizer_json()).expect("readable");
@@ -47,7 +47,7 @@ fn metadata() -> &'static Metadata {
     })
 }
 
-fn tokenizer() -> &'static Tokenizer {
+pub(super) fn tokenizer() -> &'static Tokenizer {
     static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
     TOKENIZER.get_or_init(|| Tokenizer::from_metadata(metadata()).expect("tokenizer"))
 }

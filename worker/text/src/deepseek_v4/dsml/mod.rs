@@ -51,6 +51,19 @@ pub enum Event {
     Stop,
 }
 
+/// What a stretch of generated text turned out to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Part of the answer.
+    Content,
+    /// White space that is part of the answer if text follows.
+    Space,
+    /// Part of the reasoning.
+    Reasoning,
+    /// Tags and what is inside of calls, also of those that turn out to be quotations and are shown.
+    Markup,
+}
+
 /// What the parser knows of the request.
 #[derive(Clone, Debug, Default)]
 pub struct Options {

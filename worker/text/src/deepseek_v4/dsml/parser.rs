@@ -5,7 +5,7 @@
 use super::markdown::Code;
 use super::tags::{Lexed, Name, Tag, lex, may_begin};
 use super::value::{is_object, json_text, minify};
-use super::{End, Event, Options, Position, ToolCall};
+use super::{End, Event, Kind, Options, Position, ToolCall};
 use crate::deepseek_v4::{END_THINK, THINK};
 
 mod call;
@@ -60,7 +60,10 @@ pub struct Parser {
     calls: usize,
     cut: bool,
     waiting: bool,
+    /// A block's own closer was read after a call.
+    closed: bool,
     events: Vec<Event>,
+    spans: Vec<(usize, Kind)>,
 }
 
 impl Parser {
@@ -82,7 +85,9 @@ impl Parser {
             calls: 0,
             cut: false,
             waiting: false,
+            closed: false,
             events: Vec::new(),
+            spans: Vec::new(),
         }
     }
 
@@ -145,6 +150,32 @@ impl Parser {
         }
     }
 
+    /// What the text that was decided on since the last time is: lengths in bytes, in the order of the text.
+    pub fn take_spans(&mut self) -> Vec<(usize, Kind)> {
+        std::mem::take(&mut self.spans)
+    }
+
+    /// True while what comes is reasoning.
+    pub fn is_thinking(&self) -> bool {
+        matches!(self.state, State::ThinkingStart | State::Thinking)
+    }
+
+    /// True when a block of calls was closed by its own tag: as in training, the answer ends there.
+    pub fn closed(&self) -> bool {
+        self.closed
+    }
+
+    /// True where the token that begins reasoning (`closes`: ends it) means something, or is part of a value; elsewhere it is
+    /// the model's slip.
+    pub fn has_place_for_think(&self, closes: bool) -> bool {
+        match self.state {
+            State::ThinkingStart => true,
+            State::Thinking => closes,
+            State::Content => !self.spoken && self.calls == 0,
+            State::Block | State::Call | State::Stopped => true,
+        }
+    }
+
     fn run(&mut self, end: Option<End>) {
         self.waiting = false;
         while !self.buffer.is_empty() {
@@ -155,7 +186,7 @@ impl Parser {
                 State::Content => self.content(end),
                 State::Block => self.block(end),
                 State::Call => self.in_call(end),
-                State::Stopped => self.buffer.clear(),
+                State::Stopped => self.discard(),
             }
             if before == (self.buffer.len(), self.state) {
                 break;
@@ -163,7 +194,19 @@ impl Parser {
         }
     }
 
+    /// Takes markup, or a part of a call.
     fn take(&mut self, len: usize) -> String {
+        self.spans.push((len, Kind::Markup));
+        self.cut_off(len)
+    }
+
+    /// Drops what is left.
+    fn discard(&mut self) {
+        self.spans.push((self.buffer.len(), Kind::Markup));
+        self.buffer.clear();
+    }
+
+    fn cut_off(&mut self, len: usize) -> String {
         let rest = self.buffer.split_off(len);
         let taken = std::mem::replace(&mut self.buffer, rest);
         if self.region.reading && !self.options.quoted.is_empty() {
@@ -190,8 +233,14 @@ impl Parser {
 
     /// Shows the first `len` bytes as content, their last white space when text follows.
     fn say(&mut self, len: usize) {
-        let text = self.take(len);
+        let text = self.cut_off(len);
         let shown = text.trim_end();
+        let lead = shown.len() - shown.trim_start().len();
+        self.spans.extend([
+            (lead, Kind::Space),
+            (shown.len() - lead, Kind::Content),
+            (text.len() - shown.len(), Kind::Space),
+        ]);
         if !shown.is_empty() {
             let space = std::mem::take(&mut self.space);
             self.emit_content(&space);
@@ -222,7 +271,8 @@ impl Parser {
 
     fn thinking(&mut self, end: Option<End>) {
         if let Some(at) = self.buffer.find(END_THINK) {
-            let text = self.take(at);
+            let text = self.cut_off(at);
+            self.spans.push((at, Kind::Reasoning));
             self.emit_reasoning(&text);
             self.take(END_THINK.len());
             self.state = State::Content;
@@ -232,7 +282,8 @@ impl Parser {
         if end.is_none() {
             keep = (1..END_THINK.len()).rev().find(|n| self.buffer.ends_with(&END_THINK[..*n])).unwrap_or(0);
         }
-        let text = self.take(self.buffer.len() - keep);
+        let text = self.cut_off(self.buffer.len() - keep);
+        self.spans.push((text.len(), Kind::Reasoning));
         self.emit_reasoning(&text);
     }
 
@@ -266,7 +317,7 @@ impl Parser {
                 Some(_) if marked => {
                     self.cut = true;
                     self.space.clear();
-                    self.buffer.clear();
+                    self.discard();
                 }
                 Some(_) => self.say(first),
             },
@@ -276,7 +327,7 @@ impl Parser {
                 _ if self.options.tools.is_empty() && (tag.marked || !tag.closes) => {
                     self.events.push(Event::Stop);
                     self.state = State::Stopped;
-                    self.buffer.clear();
+                    self.discard();
                 }
                 Verdict::Drop => {
                     self.take(len);
@@ -308,13 +359,13 @@ impl Parser {
             Lexed::Partial { .. } => {
                 if let Some(end) = end {
                     self.cut = end == End::Length;
-                    self.buffer.clear();
+                    self.discard();
                 }
             }
             Lexed::Tag(len, tag) => {
                 self.take(len);
                 match tag.name {
-                    Name::Block if tag.closes => self.leave(),
+                    Name::Block if tag.closes => self.close_block(),
                     Name::Invoke | Name::Unknown if !tag.closes => self.begin_call(tag),
                     _ => {}
                 }
@@ -353,6 +404,11 @@ impl Parser {
         self.fresh = true;
         self.after_call = !quotes;
         self.code = Code::default();
+    }
+
+    fn close_block(&mut self) {
+        self.closed |= self.calls > 0;
+        self.leave();
     }
 
     fn begin_call(&mut self, tag: Tag) {
@@ -417,7 +473,7 @@ impl Parser {
                 }
                 // A closer that was cut.
                 Some(_) if marked || self.buffer.starts_with("</") => {
-                    self.buffer.clear();
+                    self.discard();
                     self.call = Some(call);
                     return;
                 }
@@ -468,7 +524,7 @@ impl Parser {
             Name::Block => {
                 self.end_call(call, false);
                 if tag.closes {
-                    self.leave();
+                    self.close_block();
                 } else {
                     self.in_block = true;
                     self.state = State::Block;

@@ -1,0 +1,206 @@
+//! Reads an answer of DeepSeek V4: reasoning, text and calls out of tokens, and where the sampler must be greedy.
+
+use super::dsml::{self, End, Event, Parser, Position};
+use super::ledger::Ledger;
+use super::prompt::Thinking;
+use super::{DSML, END_THINK, THINK};
+use crate::answer::{AnswerFormat, Part, Piece, Read, Reader, Steer};
+use crate::chat::{ChatContent, ChatInput, ToolChoice};
+use crate::stream::TextStream;
+use crate::tokenizer::{Specials, Tokenizer};
+
+/// How the answers to one prompt are read.
+#[derive(Clone, Debug)]
+pub(crate) struct Format {
+    options: dsml::Options,
+    /// Only the first call counts, and it ends the answer.
+    single: bool,
+    /// What the answer must begin with, after its reasoning.
+    forced: Vec<u32>,
+    think: Option<u32>,
+    end_think: Option<u32>,
+    dsml: Option<u32>,
+}
+
+impl Format {
+    /// For the answers to `input` with this thinking mode.
+    pub(super) fn new(input: &ChatInput, thinking: Thinking, tokenizer: &Tokenizer) -> Self {
+        let tools = names_of(input);
+        let begin = format!("\n\n<{DSML}tool_calls>\n<{DSML}invoke name=\"");
+        // A name from a request is checked to be a plain word; one that is not would stay text in `Plain` pieces only.
+        let forced = match (&input.tool_choice, tools.as_slice()) {
+            (ToolChoice::Named(name), _) => Some(begin + name + "\">\n"),
+            // With one tool, a call of any is a call of that one.
+            (ToolChoice::Required, [name]) => Some(begin + name + "\">\n"),
+            (ToolChoice::Required, [_, ..]) => Some(begin),
+            (ToolChoice::Required, []) | (ToolChoice::Auto, _) => None,
+        };
+        Self {
+            options: dsml::Options {
+                thinking: thinking != Thinking::None,
+                quoted: if tools.is_empty() { Vec::new() } else { quoted_of(input) },
+                tools,
+                decode_entities: false,
+            },
+            single: input.single_call,
+            forced: forced.map_or_else(Vec::new, |text| tokenizer.encode(&text, Specials::Parse)),
+            think: tokenizer.token_id(THINK),
+            end_think: tokenizer.token_id(END_THINK),
+            dsml: tokenizer.token_id(DSML),
+        }
+    }
+}
+
+/// Names of the tools on offer.
+fn names_of(input: &ChatInput) -> Vec<String> {
+    let list = input.tools.as_ref().and_then(serde_json::Value::as_array);
+    let name = |tool: &serde_json::Value| Some(tool.get("function").unwrap_or(tool)["name"].as_str()?.to_owned());
+    list.map_or_else(Vec::new, |list| list.iter().filter_map(name).collect())
+}
+
+/// What others than the model said and could be quoted: only texts that hold some markup can be.
+fn quoted_of(input: &ChatInput) -> Vec<String> {
+    let texts = input.messages.iter().filter(|m| m.role != "assistant").flat_map(|m| match &m.content {
+        ChatContent::None => Vec::new(),
+        ChatContent::Text(text) => vec![text.as_str()],
+        ChatContent::Parts(parts) => parts.iter().filter_map(|p| crate::chat::part_text(p).ok()).collect(),
+    });
+    texts.filter(|t| t.contains(['<', '｜'])).map(str::to_owned).collect()
+}
+
+impl AnswerFormat for Format {
+    fn reader(&self, stops: Vec<Vec<u8>>) -> Box<dyn Reader> {
+        Box::new(AnswerReader {
+            format: self.clone(),
+            parser: Parser::new(self.options.clone()),
+            decoder: TextStream::new(Vec::new()),
+            visible: TextStream::new(stops),
+            ledger: Ledger::default(),
+            decoded: 0,
+            forced: 0,
+            ended: false,
+        })
+    }
+}
+
+struct AnswerReader {
+    format: Format,
+    parser: Parser,
+    /// Bytes to UTF-8.
+    decoder: TextStream,
+    /// The answer's own text, up to a stop string.
+    visible: TextStream,
+    ledger: Ledger,
+    /// Bytes of text so far.
+    decoded: usize,
+    /// How much of the forced beginning was generated.
+    forced: usize,
+    ended: bool,
+}
+
+impl AnswerReader {
+    /// Whether a control token is part of the answer's language. Others show nothing.
+    fn speaks(&self, token: u32) -> bool {
+        let token = Some(token);
+        if token == self.format.think || token == self.format.end_think {
+            self.parser.has_place_for_think(token == self.format.end_think)
+        } else {
+            token == self.format.dsml
+        }
+    }
+
+    /// Turns events into pieces, up to the answer's end.
+    fn take(&mut self, events: Vec<Event>, pieces: &mut Vec<Piece>) {
+        for event in events {
+            if self.ended {
+                return;
+            }
+            if !matches!(event, Event::Content(_)) {
+                // A stop string does not reach across a call.
+                say(self.visible.finish(), pieces);
+            }
+            match event {
+                Event::Content(text) => {
+                    let pushed = self.visible.push(text.as_bytes());
+                    say(pushed.text, pieces);
+                    self.ended |= pushed.stopped;
+                }
+                Event::Reasoning(text) => pieces.push(Piece::Reasoning(text)),
+                Event::Call(call) => {
+                    pieces.extend([Piece::Call(call.name), Piece::Arguments(call.arguments)]);
+                    self.ended |= self.format.single;
+                }
+                Event::Stop => self.ended = true,
+            }
+        }
+    }
+
+    fn place(&mut self) {
+        for (len, kind) in self.parser.take_spans() {
+            self.ledger.place(len, kind);
+        }
+    }
+
+    fn forces(&self) -> Option<u32> {
+        self.format.forced.get(self.forced).copied()
+    }
+}
+
+fn say(text: String, pieces: &mut Vec<Piece>) {
+    if !text.is_empty() {
+        pieces.push(Piece::Text(text));
+    }
+}
+
+impl Reader for AnswerReader {
+    fn push(&mut self, token: u32, bytes: &[u8], control: bool) -> Read {
+        if self.steer() == Steer::Force(token) {
+            self.forced += 1;
+        }
+        let mut pieces = Vec::new();
+        if (control && !self.speaks(token)) || bytes.is_empty() {
+            self.ledger.token(None);
+        } else {
+            let text = self.decoder.push(bytes).text;
+            self.decoded += text.len();
+            // A token that is only the beginning of a character belongs to where the character goes.
+            self.ledger.token(Some(self.decoded + usize::from(text.is_empty())));
+            let events = self.parser.push(&text);
+            self.take(events, &mut pieces);
+            self.place();
+            self.ended |= self.parser.closed();
+        }
+        Read { pieces, settled: self.ledger.settle(None), ended: self.ended }
+    }
+
+    fn steer(&self) -> Steer {
+        match self.forces() {
+            Some(token) if !self.parser.is_thinking() => Steer::Force(token),
+            _ if self.parser.position() == Position::Structure => Steer::Greedy,
+            _ => Steer::Free,
+        }
+    }
+
+    /// Reasoning must not end an answer that has to call.
+    fn instead_of_end(&self) -> Option<u32> {
+        self.forces().and(self.format.end_think).filter(|_| self.parser.is_thinking())
+    }
+
+    fn finish(&mut self, cut: bool) -> Read {
+        let mut pieces = Vec::new();
+        if !self.ended {
+            let tail = self.decoder.finish();
+            let mut events = self.parser.push(&tail);
+            events.extend(self.parser.finish(if cut { End::Length } else { End::Stop }));
+            self.take(events, &mut pieces);
+        }
+        say(self.visible.finish(), &mut pieces);
+        self.place();
+        let unfinished = self.parser.calls() > 0 || self.parser.cut();
+        let last = if unfinished { Part::Hidden } else { Part::Text };
+        Read { pieces, settled: self.ledger.settle(Some(last)), ended: true }
+    }
+}
+
+#[cfg(test)]
+mod tests;
