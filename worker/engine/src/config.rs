@@ -2,6 +2,10 @@
 
 use std::time::Duration;
 
+use ds4_kernels::StateSpec;
+
+use crate::checkpoints::CheckpointPolicy;
+
 /// How the engine is sized. [`Default`] suits a small model on a CPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineConfig {
@@ -19,9 +23,16 @@ pub struct EngineConfig {
     pub event_capacity: usize,
     /// A client whose channel stays full this long is cancelled.
     pub stall_timeout: Duration,
-    /// Committed bank memory above which idle banks give rows back, in bytes. `None`: 64 MiB or one full context,
-    /// whichever is more. Running sequences are never limited by it.
+    /// Committed bank memory above which idle banks give rows back, in bytes. `None`: 64 MiB or one full context with its
+    /// checkpoints, whichever is more. Running sequences are never limited by it.
     pub idle_keep_bytes: Option<usize>,
+    /// For families whose state cannot be truncated: most checkpoints of one bank, from which a prompt that shares only a
+    /// beginning with it is continued. 0: none are taken.
+    pub checkpoints: usize,
+    /// Tokens after which a growing sequence gets a checkpoint. At least 1.
+    pub checkpoint_interval: usize,
+    /// Most bytes of the checkpoints of all banks.
+    pub checkpoint_bytes: usize,
 }
 
 impl Default for EngineConfig {
@@ -35,6 +46,10 @@ impl Default for EngineConfig {
             event_capacity: 64,
             stall_timeout: Duration::from_secs(30),
             idle_keep_bytes: None,
+            checkpoints: 8,
+            // One of DeepSeek V4 Flash is 18 MB: copied in milliseconds, where this many tokens of a prompt take seconds.
+            checkpoint_interval: 1024,
+            checkpoint_bytes: 512 << 20,
         }
     }
 }
@@ -48,11 +63,24 @@ impl EngineConfig {
         self.prefill_chunk = self.prefill_chunk.max(1);
         self.prefill_chunk_busy = self.prefill_chunk_busy.clamp(1, self.prefill_chunk);
         self.event_capacity = self.event_capacity.max(4);
+        self.checkpoint_interval = self.checkpoint_interval.max(1);
         self
     }
 
-    /// The soft limit on committed bank bytes for a state of `bytes_per_token`.
-    pub(crate) fn keep_bytes(&self, bytes_per_token: usize) -> usize {
-        self.idle_keep_bytes.unwrap_or_else(|| (64 << 20).max(self.context.saturating_mul(bytes_per_token)))
+    /// What is kept of checkpoints.
+    pub(crate) fn checkpoint_policy(&self) -> CheckpointPolicy {
+        CheckpointPolicy {
+            interval: self.checkpoint_interval,
+            per_bank: self.checkpoints,
+            bytes: self.checkpoint_bytes,
+        }
+    }
+
+    /// The soft limit on committed bank bytes for a state of `spec`.
+    pub(crate) fn keep_bytes(&self, spec: &StateSpec) -> usize {
+        let checkpoints =
+            spec.checkpoint_bytes(self.context).saturating_mul(self.checkpoints).min(self.checkpoint_bytes);
+        let one = spec.bytes(self.context).saturating_add(checkpoints);
+        self.idle_keep_bytes.unwrap_or_else(|| (64 << 20).max(one))
     }
 }

@@ -35,8 +35,9 @@ impl<D: Device> Engine<D> {
         config: EngineConfig,
     ) -> Result<Self, EngineError> {
         let config = config.normalised(model.shape().context);
-        let keep = config.keep_bytes(model.state().bytes_per_token());
-        let banks = BankTable::new(&device, model.state(), config.max_batch, config.context, keep)
+        let (spec, keep) = (model.state(), config.keep_bytes(model.state()));
+        let policy = config.checkpoint_policy();
+        let banks = BankTable::new(&device, spec, config.max_batch, config.context, keep, policy)
             .map_err(|e| EngineError::OutOfMemory(e.to_string()))?;
         Ok(Self { device, model, vocab, banks, config })
     }

@@ -6,6 +6,7 @@
 mod active;
 mod banks;
 mod channel;
+mod checkpoints;
 mod config;
 mod engine;
 mod exp;

@@ -1,9 +1,9 @@
 //! The engine thread: queue, admission, steps, cancellation, drain.
 //!
 //! It owns all mutable state and takes no lock. A step is one decode row of every request that can take a token, plus at
-//! most a chunk of prompt tokens in order of admission: a later prompt starts only when the ones before it are whole, so
-//! at most one prompt is ever half computed. Between steps it notices clients that left. With nothing to compute it
-//! sleeps on its command channel.
+//! most a chunk of prompt tokens in order of admission: a later prompt starts only when the ones before it are whole (or lack
+//! only a last token that is a step of its own), so at most one prompt is ever half computed. Between steps it notices
+//! clients that left. With nothing to compute it sleeps on its command channel.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -222,6 +222,7 @@ impl<D: Device> Scheduler<D> {
             if got.cached > 0 {
                 add(&stats.prefix_hits, 1);
                 add(&stats.cached_tokens, got.cached);
+                add(&stats.rewinds, usize::from(got.rewound));
             }
             self.active.push(Active::admit(submission, got.bank, got.cached, Instant::now()));
             // In this order a request is always counted somewhere: an engine that looks idle is idle.
@@ -265,6 +266,7 @@ impl<D: Device> Scheduler<D> {
                 a.paused = None;
                 to = cut;
             }
+            to = engine.banks.prompt_end(from, to, a.request.prompt.len());
             budget -= to - from;
             match engine.banks.commit(&engine.device, a.bank, to) {
                 Ok(()) => {
@@ -299,10 +301,13 @@ impl<D: Device> Scheduler<D> {
             let rows = span.first_row..span.first_row + span.rows;
             self.engine.banks.extend(span.bank, &self.plan.tokens[rows]);
             let a = &mut self.active[entry.active];
+            let mut turn = false;
             if let Phase::Prefill(from) = &mut a.phase {
                 *from += span.rows;
                 prefilled += span.rows;
+                turn = *from + 1 == a.request.prompt.len();
             }
+            self.engine.banks.checkpoint(&self.engine.device, span.bank, turn);
         }
         self.send_prompt_logits();
         let decoded = self.entries.iter().filter(|e| e.logits.is_some()).count();
@@ -373,6 +378,7 @@ impl<D: Device> Scheduler<D> {
         stats.running.store(self.active.len(), Relaxed);
         stats.paused.store(self.active.iter().filter(|a| a.paused.is_some()).count(), Relaxed);
         stats.bank_bytes.store(self.engine.banks.committed(&self.engine.device), Relaxed);
+        stats.checkpoint_bytes.store(self.engine.banks.checkpoint_bytes(), Relaxed);
         stats.idle_banks.store(self.engine.banks.idle(), Relaxed);
     }
 

@@ -39,8 +39,12 @@ pub struct EngineStats {
     pub prefix_hits: u64,
     /// Prompt tokens that were not computed anew.
     pub cached_tokens: u64,
-    /// Bytes committed by all banks now.
+    /// Admissions among [`EngineStats::prefix_hits`] for which a bank was taken back to a checkpoint.
+    pub rewinds: u64,
+    /// Bytes committed by all banks now, checkpoints included.
     pub bank_bytes: usize,
+    /// Bytes of checkpoints now.
+    pub checkpoint_bytes: usize,
     /// Banks that hold rows of an ended sequence for reuse, now.
     pub idle_banks: usize,
     /// Steps run.
@@ -71,7 +75,9 @@ pub(crate) struct StatsCells {
     pub decode_tokens: AtomicU64,
     pub prefix_hits: AtomicU64,
     pub cached_tokens: AtomicU64,
+    pub rewinds: AtomicU64,
     pub bank_bytes: AtomicUsize,
+    pub checkpoint_bytes: AtomicUsize,
     pub idle_banks: AtomicUsize,
     steps: AtomicU64,
     step_nanos: AtomicU64,
@@ -134,7 +140,9 @@ impl StatsCells {
             decode_tokens: self.decode_tokens.load(Relaxed),
             prefix_hits: self.prefix_hits.load(Relaxed),
             cached_tokens: self.cached_tokens.load(Relaxed),
+            rewinds: self.rewinds.load(Relaxed),
             bank_bytes: self.bank_bytes.load(Relaxed),
+            checkpoint_bytes: self.checkpoint_bytes.load(Relaxed),
             idle_banks: self.idle_banks.load(Relaxed),
             steps: self.steps.load(Relaxed),
             step_seconds: Duration::from_nanos(self.step_nanos.load(Relaxed)).as_secs_f64(),
