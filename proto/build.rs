@@ -2,7 +2,7 @@
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     use prost::Message;
-    let files = ["proto/ds4/v1/owner.proto", "proto/ds4/v1/worker.proto"];
+    let files = ["proto/ds4/v1/owner.proto", "proto/ds4/v1/worker.proto", "proto/ds4/v1/debug.proto"];
     println!("cargo:rerun-if-changed=proto");
     let set = protox::compile(files, ["proto"])?;
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);

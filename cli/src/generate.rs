@@ -1,10 +1,14 @@
 //! One generation as `run` and `chat` see it: sampling flags in, streamed text and a summary out.
 
 use anyhow::Context as _;
+use ds4_proto::v1;
 use serde_json::{Map, Value, json};
 
 use crate::client::http::{Events, Server};
 use crate::failure::Failure;
+
+/// Temperature unless one is given.
+const TEMPERATURE: f64 = 0.6;
 
 /// Sampling flags. Temperature and nucleus have defaults that suit small models: at the API's own (1 and 1) a tail of tens of
 /// thousands of unlikely tokens is sampled too, and a 135M model drifts off within a sentence. The rest is left to the worker.
@@ -13,9 +17,9 @@ pub struct Sampling {
     /// Most tokens to generate
     #[arg(short = 'n', long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: Option<u32>,
-    /// Temperature; 0 always takes the most likely token
-    #[arg(long = "temp", value_name = "T", value_parser = at_least_zero, default_value_t = 0.6)]
-    temperature: f64,
+    /// Temperature; 0 always takes the most likely token [default: 0.6, 0 for dumps]
+    #[arg(long = "temp", value_name = "T", value_parser = at_least_zero)]
+    temperature: Option<f64>,
     /// Nucleus sampling: keep the most likely tokens up to this probability mass
     #[arg(long, value_name = "P", value_parser = probability, default_value_t = 0.9)]
     top_p: f64,
@@ -50,7 +54,7 @@ impl Sampling {
     fn fields(&self) -> Map<String, Value> {
         let given = [
             ("max_tokens", self.max_tokens.map(Value::from)),
-            ("temperature", Some(self.temperature.into())),
+            ("temperature", Some(self.temperature.unwrap_or(TEMPERATURE).into())),
             ("top_p", Some(self.top_p.into())),
             ("top_k", self.top_k.map(Value::from)),
             ("min_p", self.min_p.map(Value::from)),
@@ -58,6 +62,29 @@ impl Sampling {
             ("stop", (!self.stop.is_empty()).then(|| self.stop.clone().into())),
         ];
         given.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?))).collect()
+    }
+
+    /// How many tokens are wanted at most, if it was said.
+    pub fn max_tokens(&self) -> Option<u32> {
+        self.max_tokens
+    }
+
+    /// For the debugging service, which has no stop strings; greedy unless a temperature was given.
+    ///
+    /// # Errors
+    /// Exit code 2 when stop strings were given.
+    #[allow(clippy::cast_possible_truncation, reason = "the sampler computes in f32")]
+    pub fn for_dump(&self) -> anyhow::Result<Option<v1::Sampling>> {
+        if !self.stop.is_empty() {
+            return Err(Failure::error(ds4_settings::EXIT_USAGE, "a dump does not know --stop: give -n instead"));
+        }
+        Ok(self.temperature.filter(|t| *t > 0.0).map(|temperature| v1::Sampling {
+            temperature: Some(temperature as f32),
+            top_p: Some(self.top_p as f32),
+            top_k: self.top_k,
+            min_p: self.min_p.map(|p| p as f32),
+            seed: self.seed,
+        }))
     }
 
     /// Body of a streaming chat request.
@@ -171,7 +198,7 @@ mod tests {
 
     #[test]
     fn only_given_flags_reach_the_wire() {
-        let sampling = Sampling { temperature: 0.0, top_p: 0.5, stop: vec!["x".into()], ..Sampling::default() };
+        let sampling = Sampling { temperature: Some(0.0), top_p: 0.5, stop: vec!["x".into()], ..Sampling::default() };
         let body = sampling.raw_body("hi");
         assert_eq!(body["temperature"], 0.0);
         assert_eq!(body["top_p"], 0.5);
@@ -179,6 +206,18 @@ mod tests {
         assert_eq!(body["prompt"], "hi");
         assert_eq!(body["stream"], true);
         assert!(body.get("top_k").is_none() && body.get("max_tokens").is_none());
+    }
+
+    #[test]
+    fn dumps_are_greedy_unless_told_otherwise() {
+        assert_eq!(Sampling::default().for_dump().unwrap(), None);
+        assert_eq!(Sampling { temperature: Some(0.0), ..Sampling::default() }.for_dump().unwrap(), None);
+        assert_eq!(Sampling::default().raw_body("x")["temperature"], 0.6);
+        let warm = Sampling { temperature: Some(0.5), top_p: 0.25, seed: Some(7), ..Sampling::default() };
+        let warm = warm.for_dump().unwrap().unwrap();
+        assert_eq!((warm.temperature, warm.top_p, warm.seed), (Some(0.5), Some(0.25), Some(7)));
+        let stop = Sampling { stop: vec!["x".into()], ..Sampling::default() };
+        assert_eq!(Failure::code_of(&stop.for_dump().unwrap_err()), 2);
     }
 
     #[test]

@@ -5,6 +5,8 @@ mod chat;
 mod client;
 mod config;
 mod ctl;
+mod dump;
+mod eval;
 mod failure;
 mod generate;
 mod gguf;
@@ -47,6 +49,8 @@ enum Command {
     Config(config::ConfigCommand),
     /// Measure restarts, throughput, loading, or a peer on the same machine
     Bench(bench::BenchArgs),
+    /// Score the loaded model against recorded answers
+    Eval(eval::EvalArgs),
     /// Make model files
     Gguf(gguf::GgufArgs),
     /// Print a completion script for a shell
@@ -83,6 +87,7 @@ fn dispatch(command: Command, origins: &Origins) -> anyhow::Result<ExitCode> {
         Command::Pull(args) => pull::pull(&args)?,
         Command::Config(args) => config::print(&args, origins)?,
         Command::Bench(args) => return runtime.block_on(bench::bench(args)),
+        Command::Eval(args) => return runtime.block_on(eval::eval(args)),
         Command::Gguf(args) => gguf::gguf(&args)?,
         Command::Completions(args) => man::completions(&args, &mut Cli::command())?,
         Command::Man(args) => man::man(&args, Cli::command())?,

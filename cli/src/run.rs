@@ -1,12 +1,14 @@
 //! `ds4 run`: one prompt, one answer.
 
 use std::io::Write as _;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use ds4_settings::EXIT_USAGE;
 use serde_json::json;
 
 use crate::client::WorkerArgs;
+use crate::dump::{self, DumpArgs, Source};
 use crate::failure::Failure;
 use crate::generate::{Generation, Sampling, read_text};
 
@@ -14,11 +16,17 @@ use crate::generate::{Generation, Sampling, read_text};
 #[derive(clap::Args)]
 #[command(after_help = "The answer goes to standard output as it is generated, everything else to standard error.\n\
     Exit codes: 0 answered, 1 the worker reported an error, 2 bad usage, 3 no worker, 130 interrupted.\n\n\
-    Examples:\n  ds4 run -p 'Name three rivers.'\n  git diff | ds4 run --system 'Summarise this change.' -p -")]
+    Examples:\n  ds4 run -p 'Name three rivers.'\n  git diff | ds4 run --system 'Summarise this change.' -p -\n  \
+    ds4 run --dump-tokens -p 'Name three rivers.'\n  \
+    ds4 run --dump-logprobs steps.json --logprobs-top-k 5 -n 16 --prompt-file question.txt\n  \
+    ds4 run --dump-logits row.npy --raw -p 'Once upon a time'")]
 pub struct RunArgs {
     /// The prompt; `-` reads standard input
-    #[arg(short, long, value_name = "TEXT")]
-    prompt: String,
+    #[arg(short, long, value_name = "TEXT", required_unless_present = "prompt_file")]
+    prompt: Option<String>,
+    /// Read the prompt from a file, as it is
+    #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
+    prompt_file: Option<PathBuf>,
     /// System message
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
@@ -29,6 +37,8 @@ pub struct RunArgs {
     #[arg(long)]
     stats: bool,
     #[command(flatten)]
+    dump: DumpArgs,
+    #[command(flatten)]
     sampling: Sampling,
     #[command(flatten)]
     worker: WorkerArgs,
@@ -36,9 +46,17 @@ pub struct RunArgs {
 
 /// Runs it; 130 when interrupted, as shells have it.
 pub async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
-    let prompt = read_text(&args.prompt)?;
+    let prompt = match (&args.prompt, &args.prompt_file) {
+        (_, Some(path)) => std::fs::read_to_string(path)
+            .map_err(|e| Failure::error(EXIT_USAGE, format!("--prompt-file {}: {e}", path.display())))?,
+        (text, None) => read_text(text.as_deref().unwrap_or("-"))?,
+    };
     if prompt.is_empty() {
         return Err(Failure::error(EXIT_USAGE, "the prompt is empty; give -p TEXT, or -p - to read standard input"));
+    }
+    if args.dump.wanted() {
+        let source = Source { prompt: &prompt, system: args.system.as_deref(), raw: args.raw };
+        return dump::dump(&args.dump, &source, &args.sampling, &args.worker).await;
     }
     let body = if args.raw {
         args.sampling.raw_body(&prompt)

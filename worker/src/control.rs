@@ -1,10 +1,11 @@
-//! The gRPC control service of proto/ds4/v1/worker.proto.
+//! The gRPC control service of proto/ds4/v1/worker.proto, and the socket that it shares with the debugging service.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ds4_api::{Api, Backend, Phase};
 use ds4_proto::v1;
+use ds4_proto::v1::debug_server::DebugServer;
 use ds4_proto::v1::worker_server::{Worker, WorkerServer};
 use tokio::net::UnixListener;
 use tokio::sync::mpsc;
@@ -15,6 +16,7 @@ use tonic_health::ServingStatus;
 use tonic_health::server::health_reporter;
 
 use crate::backend::Serving;
+use crate::debug::{self, Inspector};
 use crate::failure::Failure;
 
 /// Name of the service, as health and reflection know it.
@@ -93,7 +95,9 @@ pub async fn serve(
     let failed = |e: &dyn std::fmt::Display| Failure::other(format!("cannot serve control: {e}"));
     let listener = UnixListener::from_std(listener).map_err(|e| failed(&e))?;
     let (health, health_service) = health_reporter();
-    health.set_service_status(SERVICE, ServingStatus::Serving).await;
+    for service in [SERVICE, debug::SERVICE] {
+        health.set_service_status(service, ServingStatus::Serving).await;
+    }
     health.set_service_status("", ServingStatus::Serving).await;
     let mut phase = control.api.phase();
     let reflection = || {
@@ -101,15 +105,18 @@ pub async fn serve(
             .register_encoded_file_descriptor_set(v1::FILE_DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
             .with_service_name(SERVICE)
+            .with_service_name(debug::SERVICE)
             .with_service_name("grpc.health.v1.Health")
     };
     let reflection_v1 = reflection().with_service_name("grpc.reflection.v1.ServerReflection").build_v1();
     let reflection_v1alpha = reflection().with_service_name("grpc.reflection.v1alpha.ServerReflection").build_v1alpha();
+    let inspector = Inspector { serving: Arc::clone(&control.serving) };
     let server = Server::builder()
         .add_service(health_service)
         .add_service(reflection_v1.map_err(|e| failed(&e))?)
         .add_service(reflection_v1alpha.map_err(|e| failed(&e))?)
         .add_service(WorkerServer::new(control))
+        .add_service(DebugServer::new(inspector))
         .serve_with_incoming(UnixListenerStream::new(listener));
     Ok(async move {
         let drained = async {

@@ -10,6 +10,7 @@ mod backend;
 mod boot;
 mod config;
 mod control;
+mod debug;
 mod failure;
 mod late;
 mod listen;

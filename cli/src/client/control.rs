@@ -51,7 +51,15 @@ pub async fn owner(dir: &Path) -> anyhow::Result<OwnerClient<Channel>> {
 /// # Errors
 /// Exit code 3 when nothing listens there.
 pub async fn worker(dir: &Path) -> anyhow::Result<WorkerClient<Channel>> {
-    channel(dir.join(WORKER_SOCKET)).await.map(WorkerClient::new).context("no worker answers")
+    worker_channel(dir).await.map(WorkerClient::new)
+}
+
+/// A connection to the worker in `dir`, for any of its services.
+///
+/// # Errors
+/// Exit code 3 when nothing listens there.
+pub async fn worker_channel(dir: &Path) -> anyhow::Result<Channel> {
+    channel(dir.join(WORKER_SOCKET)).await.context("no worker answers")
 }
 
 async fn within<T>(what: &str, answer: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {

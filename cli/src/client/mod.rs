@@ -1,12 +1,15 @@
 //! How the command talks to running processes: HTTP to a worker's API, gRPC to owner and worker.
 
 pub mod control;
+pub mod debug;
 pub mod http;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use ds4_proto::v1::debug_client::DebugClient;
 use ds4_settings::EXIT_PEER;
+use tonic::transport::Channel;
 
 use crate::failure::Failure;
 use http::Server;
@@ -51,6 +54,35 @@ impl WorkerArgs {
             Failure::error(EXIT_PEER, format!("the worker reports the HTTP address `{}`: {e}", status.http))
         })?;
         Ok(Server::at(reachable(address)))
+    }
+}
+
+impl RuntimeArgs {
+    /// The debugging service of the worker in the directory that is meant.
+    ///
+    /// # Errors
+    /// Exit code 3 when no worker answers, with how to start one.
+    pub async fn debug(&self) -> anyhow::Result<DebugClient<Channel>> {
+        let dir = self.dir();
+        debug::connect(&dir).await.map_err(|e| no_worker(&dir, &e))
+    }
+}
+
+impl WorkerArgs {
+    /// The running worker's debugging service, which is on its Unix socket only.
+    ///
+    /// # Errors
+    /// Exit code 2 when a URL was given, 3 when no worker answers.
+    pub async fn debug(&self) -> anyhow::Result<DebugClient<Channel>> {
+        if let Some(url) = &self.url {
+            return Err(Failure::error(
+                ds4_settings::EXIT_USAGE,
+                format!(
+                    "dumps go over a worker's Unix socket, not over {url}: give --runtime-dir instead of --url or DS4_URL"
+                ),
+            ));
+        }
+        self.runtime.debug().await
     }
 }
 
