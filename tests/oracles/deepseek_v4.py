@@ -173,4 +173,5 @@ def main(out):
         f.write("[\n" + ",\n".join(json.dumps(e, separators=(",", ":")) for e in index) + "\n]\n")
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -107,4 +107,50 @@ impl HyperOps for CpuDevice {
             combine(isa, &gates, state.row(r), out);
         });
     }
+
+    fn hyper_split(&self, streams: usize, state: &CpuBuffer, rows: &[usize], out: &mut CpuBuffer) {
+        let width = out.width();
+        assert_eq!(state.width(), streams * width, "streams of another width");
+        out.resize(rows.len() * streams);
+        self.for_rows(out, |r, out| {
+            let at = r % streams * width;
+            out.copy_from_slice(&state.row(rows[r / streams])[at..at + width]);
+        });
+    }
+
+    fn hyper_join(&self, streams: usize, x: &CpuBuffer, state: &mut CpuBuffer) {
+        let width = x.width();
+        assert!(state.width() == streams * width && x.rows() == state.rows() * streams, "streams of another width");
+        let isa = self.isa();
+        self.for_rows(state, |r, s| {
+            for (h, stream) in s.chunks_exact_mut(width).enumerate() {
+                elementwise::add(isa, stream, x.row(r * streams + h));
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deepseek_v4_streams_split_into_rows_and_join_again() {
+        let device = CpuDevice::new(2);
+        let fill = |width, values: &[f32]| {
+            let mut b = device.buffer(width);
+            b.resize(values.len() / width);
+            b.data_mut().copy_from_slice(values);
+            b
+        };
+        // Two streams of three; rows 2 and 0, in that order.
+        let state = fill(6, &(0..18_u8).map(f32::from).collect::<Vec<_>>());
+        let mut rows = device.buffer(3);
+        device.hyper_split(2, &state, &[2, 0], &mut rows);
+        assert_eq!(rows.data(), [12.0, 13.0, 14.0, 15.0, 16.0, 17.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        let mut sum = fill(6, &[100.0; 12]);
+        device.hyper_join(2, &rows, &mut sum);
+        assert_eq!(sum.row(0), [112.0, 113.0, 114.0, 115.0, 116.0, 117.0]);
+        assert_eq!(sum.row(1), [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]);
+    }
 }

@@ -46,4 +46,11 @@ pub trait HyperOps: Device {
 
     /// The head's combination: `x = Σ_h (sigmoid(mixer·flat · scale + base)[h] + eps) · S[h]`.
     fn hyper_head(&self, p: &HyperParams, w: &HyperWeights<Self::Weight>, state: &Self::Buffer, x: &mut Self::Buffer);
+
+    /// Every stream of the given rows of `state` as a row of its own: `out` is `[rows.len() · n, D]`, the streams of a row one after
+    /// the other. For what treats streams alike (a norm and a projection that they share).
+    fn hyper_split(&self, streams: usize, state: &Self::Buffer, rows: &[usize], out: &mut Self::Buffer);
+
+    /// `state += x`, where `x` is as [`HyperOps::hyper_split`] makes it.
+    fn hyper_join(&self, streams: usize, x: &Self::Buffer, state: &mut Self::Buffer);
 }

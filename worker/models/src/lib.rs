@@ -3,6 +3,7 @@
 pub mod binder;
 pub mod deepseek_v4;
 pub mod llama;
+pub mod speculation;
 
 use ds4_attach::Weights;
 use ds4_kernels::ops::{HyperOps, KvNumerics, MoeOps, SparseOps};
@@ -42,6 +43,11 @@ pub trait Model<D: Device>: Send {
 
     /// Logits `[wanted rows, vocab]` of the last [`Model::forward`].
     fn logits(&self) -> &D::Buffer;
+
+    /// What guesses tokens ahead from the last step's activations, if the model was given such a part.
+    fn drafter(&mut self) -> Option<&mut dyn speculation::Drafter<D>> {
+        None
+    }
 }
 
 /// Builds the model that the manifest describes.

@@ -3,7 +3,7 @@
 use ds4_kernels::Device;
 use ds4_kernels::ops::{Experts, HyperWeights};
 
-use super::params::Params;
+use super::params::{LayerKind, Params};
 use crate::ModelError;
 use crate::binder::Binder;
 
@@ -65,7 +65,10 @@ pub struct GlobalWeights<W> {
 }
 
 /// Binds one mixer: `outputs` rows over the flattened streams.
-fn hyper<D: Device>(
+///
+/// # Errors
+/// [`ModelError`] naming the tensor.
+pub fn hyper<D: Device>(
     b: &mut Binder<'_, D>,
     prefix: &str,
     cols: usize,
@@ -113,17 +116,17 @@ pub fn bind_global<D: Device>(b: &mut Binder<'_, D>, p: &Params) -> Result<Globa
     })
 }
 
-/// Binds layer `i`.
+/// Binds one block of kind `layer`, whose tensors are called `prefix.…`.
 ///
 /// # Errors
 /// [`ModelError`] naming the tensor.
-pub fn bind_layer<D: Device>(
+pub fn bind_block<D: Device>(
     b: &mut Binder<'_, D>,
     p: &Params,
-    i: usize,
+    prefix: &str,
+    layer: LayerKind,
 ) -> Result<LayerWeights<D::Weight>, ModelError> {
-    let layer = p.layers[i];
-    let t = |suffix: &str| format!("blk.{i}.{suffix}");
+    let t = |suffix: &str| format!("{prefix}.{suffix}");
     let n = p.hyper.streams;
     let outputs = 2 * n + n * n;
     let overlap = layer.indexed(p);

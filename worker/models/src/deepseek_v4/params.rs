@@ -73,6 +73,8 @@ pub struct Params {
     pub compress_base: f64,
     /// YaRN of compressed layers.
     pub yarn: Yarn,
+    /// What the arrays with an entry a layer say of the block behind the layers, where they are longer: ratio and clamp.
+    pub beyond: (Option<i64>, Option<f32>),
 }
 
 fn missing(key: &str) -> ModelError {
@@ -152,7 +154,26 @@ impl Params {
                 beta_fast: float("rope.scaling.yarn_beta_fast")?,
                 beta_slow: float("rope.scaling.yarn_beta_slow")?,
             },
+            beyond: (ratios.get(count).copied(), clamps.get(count).copied()),
             layers,
         })
+    }
+
+    /// The prediction block's kind: no compressed rows, a learned router, and the clamp of the entry behind the layers, else of the
+    /// last layer.
+    ///
+    /// # Errors
+    /// [`ModelError::Bind`] when the metadata gives the block compressed rows.
+    pub fn mtp_kind(&self) -> Result<LayerKind, ModelError> {
+        let count = self.layers.len();
+        match self.beyond {
+            (Some(ratio), _) if ratio != 0 => Err(ModelError::Bind(format!(
+                "compress_ratios[{count}] is {ratio}: a prediction block with compressed rows is not implemented"
+            ))),
+            (_, clamp) => {
+                let clamp = clamp.or_else(|| self.layers.last().map(|l| l.clamp)).unwrap_or(f32::INFINITY);
+                Ok(LayerKind { ratio: 0, hashed: false, clamp })
+            }
+        }
     }
 }

@@ -25,12 +25,21 @@ pub struct LayerSlots {
     pub index: Option<CompressorSlots>,
 }
 
+/// Storage type of raw rows.
+pub fn ring_type(numerics: KvNumerics) -> StateType {
+    match numerics {
+        KvNumerics::Reference => StateType::F32,
+        KvNumerics::Official => StateType::F16,
+    }
+}
+
 /// The state spec of all layers and where each layer's pieces are.
 pub fn state_spec(p: &Params, numerics: KvNumerics) -> (StateSpec, Vec<LayerSlots>) {
     // Official rows are rounded before they are stored, so the packed types lose nothing.
-    let (window, rows, index_rows) = match numerics {
-        KvNumerics::Reference => (StateType::F32, StateType::F32, StateType::F32),
-        KvNumerics::Official => (StateType::F16, StateType::Fp8 { rotary: p.rope_dim }, StateType::Fp4),
+    let window = ring_type(numerics);
+    let (rows, index_rows) = match numerics {
+        KvNumerics::Reference => (StateType::F32, StateType::F32),
+        KvNumerics::Official => (StateType::Fp8 { rotary: p.rope_dim }, StateType::Fp4),
     };
     let mut spec = StateSpec::default();
     let mut push = |kind: StateKind| {
@@ -97,6 +106,7 @@ mod tests {
             rope_base: 1e4,
             compress_base: 1.6e5,
             yarn: Yarn { factor: 16.0, original_context: 65536.0, beta_fast: 32.0, beta_slow: 1.0 },
+            beyond: (Some(0), Some(10.0)),
         }
     }
 

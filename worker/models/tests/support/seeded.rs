@@ -1,5 +1,7 @@
 //! Small DeepSeek V4 models whose weights are a function of a seed; `tests/oracles/deepseek_v4.py` has the same one.
 
+#![allow(dead_code, reason = "each test binary uses a part")]
+
 use std::sync::Arc;
 
 use ds4_attach::Weights;
@@ -81,8 +83,9 @@ impl Builder<'_> {
         self.push(name, GgmlType::I32, &[used, vocab], &bytes);
     }
 
-    fn layer(&mut self, i: usize, kind: char) {
-        let t = |s: &str| format!("blk.{i}.{s}");
+    /// A block whose tensors are called `prefix.…`.
+    fn block(&mut self, prefix: &str, hashed: bool, kind: char) {
+        let t = |s: &str| format!("{prefix}.{s}");
         let [d, ff, heads, hd, ql, groups, ol, experts] =
             ["hidden", "ff", "heads", "head_dim", "q_lora", "groups", "o_lora", "experts"].map(|k| self.n(k));
         for part in ["attn", "ffn"] {
@@ -106,7 +109,7 @@ impl Builder<'_> {
         self.f32(&t("ffn_gate_shexp.weight"), &[d, ff]);
         self.f32(&t("ffn_up_shexp.weight"), &[d, ff]);
         self.f32(&t("ffn_down_shexp.weight"), &[ff, d]);
-        if (i as u64) < self.n("hash_layers") {
+        if hashed {
             self.table(&t("ffn_gate_tid2eid.weight"));
         } else {
             self.f32(&t("exp_probs_b.bias"), &[experts]);
@@ -199,9 +202,43 @@ pub fn weights(case: &Json) -> Weights {
     b.f32("output_hc_base.weight", &[4]);
     b.f32("output_hc_scale.weight", &[1]);
     for (i, kind) in case["layers"].as_str().unwrap().chars().enumerate() {
-        b.layer(i, kind);
+        b.block(&format!("blk.{i}"), (i as u64) < b.n("hash_layers"), kind);
     }
     let metadata = b.metadata();
+    finish(b, metadata)
+}
+
+/// The prediction block of the same entry: `tests/oracles/deepseek_v4_mtp.py` has the same one.
+pub fn mtp_weights(case: &Json) -> Weights {
+    let mut b = Builder { case, bytes: Vec::new(), tensors: Vec::new() };
+    let d = b.n("hidden");
+    for part in ["e_proj", "h_proj"] {
+        b.f32(&format!("mtp.0.{part}.weight"), &[d, d]);
+    }
+    for part in ["enorm", "hnorm", "norm"] {
+        b.f32(&format!("mtp.0.{part}.weight"), &[d]);
+    }
+    b.f32("mtp.0.hc_head_fn.weight", &[4 * d, 4]);
+    b.f32("mtp.0.hc_head_base.weight", &[4]);
+    b.f32("mtp.0.hc_head_scale.weight", &[1]);
+    b.block("mtp.0", false, 'S');
+    finish(b, Metadata::default())
+}
+
+/// Passes every F32 value through `f(tensor, index, value)`.
+pub fn edit(weights: &mut Weights, f: impl Fn(&str, usize, f32) -> f32) {
+    let mut bytes = weights.chunks[0].to_vec();
+    for t in weights.manifest.tensors.iter().filter(|t| t.ty == GgmlType::F32) {
+        let at = usize::try_from(t.offset).unwrap();
+        let values = bytes[at..at + usize::try_from(t.len).unwrap()].as_chunks_mut::<4>().0;
+        for (i, v) in values.iter_mut().enumerate() {
+            *v = f(&t.name, i, f32::from_le_bytes(*v)).to_le_bytes();
+        }
+    }
+    weights.chunks = vec![SharedBytes::new(Arc::new(bytes))];
+}
+
+fn finish(b: Builder<'_>, metadata: Metadata) -> Weights {
     let chunk = SharedBytes::new(Arc::new(b.bytes));
     Weights {
         manifest: WeightManifest {

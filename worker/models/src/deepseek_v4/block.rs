@@ -1,0 +1,87 @@
+//! One block (attention and experts, each inside a hyper-connection) and the output head: what the layers of the model and
+//! the prediction block have in common.
+//!
+//! Source: fact sheet sections 3.2 and 3.3.
+
+use ds4_kernels::ops::{HyperOps, HyperWeights, MoeOps, SparseOps};
+
+use super::attention::{AttentionBuffers, AttentionLayer};
+use super::ffn::{self, FfnBuffers};
+use super::params::Params;
+
+/// Activations that live no longer than one block; shared by all.
+pub struct Scratch<D: SparseOps + HyperOps + MoeOps> {
+    /// `[rows, D]`.
+    pub x: D::Buffer,
+    /// `[rows, D]`.
+    pub normed: D::Buffer,
+    /// `[rows, D]`.
+    pub y: D::Buffer,
+    /// Of the attention sublayer.
+    pub attention: AttentionBuffers<D>,
+    mix: D::Buffer,
+    ffn: FfnBuffers<D>,
+    wanted: D::Buffer,
+}
+
+impl<D: SparseOps + HyperOps + MoeOps> Scratch<D> {
+    /// Buffers with no rows yet.
+    pub fn new(device: &D, p: &Params) -> Self {
+        let n = p.hyper.streams;
+        Self {
+            x: device.buffer(p.hidden),
+            normed: device.buffer(p.hidden),
+            y: device.buffer(p.hidden),
+            attention: AttentionBuffers::new(device, p),
+            mix: device.buffer(2 * n + n * n),
+            ffn: FfnBuffers::new(device, p),
+            wanted: device.buffer(n * p.hidden),
+        }
+    }
+}
+
+/// Runs one block on the residual streams (`[rows, n·D]`) in place; writes this step's state.
+pub fn run<D: SparseOps + HyperOps + MoeOps>(
+    device: &D,
+    step: &D::Step,
+    layer: &AttentionLayer<'_, D>,
+    s: &mut Scratch<D>,
+    streams: &mut D::Buffer,
+) {
+    let (p, w, kind) = (layer.p, layer.w, layer.kind);
+    device.hyper_pre(&p.hyper, &w.attn_hyper, streams, &mut s.mix, &mut s.x);
+    device.rms_norm(&s.x, &w.attn_norm, p.rms_eps, &mut s.normed);
+    layer.run(device, step, &mut s.attention, &s.normed, &mut s.y);
+    device.hyper_post(&p.hyper, &s.mix, &s.y, streams);
+
+    device.hyper_pre(&p.hyper, &w.ffn_hyper, streams, &mut s.mix, &mut s.x);
+    device.rms_norm(&s.x, &w.ffn_norm, p.rms_eps, &mut s.normed);
+    ffn::run(device, step, p, kind, w, &mut s.ffn, &s.normed, &mut s.y);
+    device.hyper_post(&p.hyper, &s.mix, &s.y, streams);
+}
+
+/// Tensors of an output head.
+pub struct Head<'a, W> {
+    /// Combination of the streams.
+    pub hyper: &'a HyperWeights<W>,
+    /// RMSNorm weight.
+    pub norm: &'a W,
+    /// `[D → vocabulary]`.
+    pub output: &'a W,
+}
+
+/// Logits (`[wanted rows, vocabulary]`) of the step's wanted rows; there must be some.
+pub fn head<D: SparseOps + HyperOps + MoeOps>(
+    device: &D,
+    step: &D::Step,
+    p: &Params,
+    head: &Head<'_, D::Weight>,
+    s: &mut Scratch<D>,
+    streams: &D::Buffer,
+    logits: &mut D::Buffer,
+) {
+    device.gather_wanted(step, streams, &mut s.wanted);
+    device.hyper_head(&p.hyper, head.hyper, &s.wanted, &mut s.x);
+    device.rms_norm(&s.x, head.norm, p.rms_eps, &mut s.normed);
+    device.matmul(&s.normed, &mut [(head.output, logits)]);
+}
