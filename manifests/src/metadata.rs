@@ -1,5 +1,7 @@
 //! GGUF metadata: an ordered map of typed values.
 
+use std::borrow::Cow;
+
 /// A packed list of strings: one blob and its end offsets, so that a 130,000-token vocabulary costs two allocations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StringTable {
@@ -62,6 +64,21 @@ pub enum Value {
     Bools(Vec<bool>),
 }
 
+/// An integer as f64, up to 2^53: beyond it not every integer has a float of its own.
+fn exact(v: u64) -> Option<f64> {
+    let high = u32::try_from(v >> 32).ok().filter(|_| v <= 1 << 53)?;
+    let low = u32::try_from(v & u64::from(u32::MAX)).ok()?;
+    Some(f64::from(high) * 4_294_967_296.0 + f64::from(low))
+}
+
+/// An integer as f32, up to 2^24 in size.
+fn exact_f32(v: i64) -> Option<f32> {
+    let magnitude = u32::try_from(v.unsigned_abs()).ok().filter(|m| *m <= 1 << 24)?;
+    let (high, low) = (u16::try_from(magnitude >> 16).ok()?, u16::try_from(magnitude & 0xffff).ok()?);
+    let magnitude = f32::from(high) * 65536.0 + f32::from(low);
+    Some(if v < 0 { -magnitude } else { magnitude })
+}
+
 /// Ordered key-value metadata of a model.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Metadata {
@@ -96,10 +113,21 @@ impl Metadata {
         }
     }
 
-    /// A float (or integer) value as f64.
+    /// A float as f64, or an integer that f64 has exactly: some writers store 10000.0 as 10000.
     pub fn f64(&self, key: &str) -> Option<f64> {
         match self.get(key)? {
             Value::F64(v) => Some(*v),
+            Value::U64(v) => exact(*v),
+            Value::I64(v) => exact(v.unsigned_abs()).map(|magnitude| if *v < 0 { -magnitude } else { magnitude }),
+            _ => None,
+        }
+    }
+
+    /// An array of floats, or of integers that f32 has exactly.
+    pub fn floats(&self, key: &str) -> Option<Cow<'_, [f32]>> {
+        match self.get(key)? {
+            Value::Floats(v) => Some(Cow::Borrowed(v)),
+            Value::Ints(v) => v.iter().map(|v| exact_f32(*v)).collect::<Option<Vec<_>>>().map(Cow::Owned),
             _ => None,
         }
     }
@@ -133,6 +161,50 @@ impl Metadata {
         match self.get(key)? {
             Value::Ints(v) => Some(v),
             _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn floats_stored_as_integers_are_read_when_exact() {
+        let mut m = Metadata::default();
+        for (value, want) in [
+            (Value::U64(10_000), Some(10_000.0)),
+            (Value::I64(-7), Some(-7.0)),
+            (Value::I64(0), Some(0.0)),
+            (Value::U64(1 << 53), Some(9_007_199_254_740_992.0)),
+            (Value::U64((1 << 53) - 1), Some(9_007_199_254_740_991.0)),
+            (Value::U64((1 << 53) + 1), None),
+            (Value::U64(u64::MAX), None),
+            (Value::I64(i64::MIN), None),
+            (Value::F64(0.1), Some(0.1)),
+            (Value::Bool(true), None),
+            (Value::String("1".into()), None),
+            (Value::Floats(vec![1.0]), None),
+        ] {
+            m.set("x", value.clone());
+            assert_eq!(m.f64("x"), want, "{value:?}");
+        }
+        assert_eq!(m.f64("y"), None);
+    }
+
+    #[test]
+    fn arrays_of_floats_stored_as_integers_are_read_when_exact() {
+        let mut m = Metadata::default();
+        for (value, want) in [
+            (Value::Ints(vec![10, -3, 0, 1 << 24]), Some(vec![10.0, -3.0, 0.0, 16_777_216.0])),
+            (Value::Ints(vec![10, (1 << 24) + 1]), None),
+            (Value::Ints(vec![i64::MIN]), None),
+            (Value::Floats(vec![0.5]), Some(vec![0.5])),
+            (Value::Bools(vec![true]), None),
+            (Value::U64(10), None),
+        ] {
+            m.set("x", value.clone());
+            assert_eq!(m.floats("x").map(Cow::into_owned), want, "{value:?}");
         }
     }
 }

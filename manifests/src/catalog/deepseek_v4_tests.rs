@@ -146,6 +146,11 @@ fn deepseek_v4_schedules_and_clamps_count() {
         ("attention.compress_ratios", Value::U64(4), "compress_ratios is 4, expected an array"),
         ("swiglu_clamp_exp", clamps(43, 7.0), "swiglu_clamp_exp[42] is 7, expected 10"),
         ("swiglu_clamp_exp", clamps(43, f32::NAN), "swiglu_clamp_exp is an array, expected an array of finite numbers"),
+        ("swiglu_clamp_exp", Value::Ints(vec![7; 43]), "swiglu_clamp_exp[0] is 7, expected 10"),
+        ("swiglu_clamp_exp", Value::Ints(vec![i64::MAX; 43]), "expected an array of finite numbers that f32 has"),
+        ("rope.freq_base", Value::U64(20_000), "rope.freq_base is 20000, expected 10000"),
+        ("rope.freq_base", Value::U64(u64::MAX), "rope.freq_base is 18446744073709551615"),
+        ("rope.freq_base", Value::Bool(true), "rope.freq_base is true"),
         ("expert_weights_norm", Value::Bool(false), "not renormalised"),
         ("expert_group_count", Value::U64(8), "group-limited"),
         ("attention.indexer.top_k", Value::U64(1024), "top_k is 1024, expected 512"),
@@ -158,6 +163,42 @@ fn deepseek_v4_schedules_and_clamps_count() {
     let mut m = good.clone();
     m.entries.retain(|(k, _)| k != "deepseek4.swiglu_clamp_exp");
     assert!(difference(&m, &t, false).contains("swiglu_clamp_exp is missing"));
+}
+
+#[test]
+fn deepseek_v4_floats_that_a_writer_stored_as_integers_are_read() {
+    let (mut m, t) = model("deepseek-v4-flash", GgmlType::IQ2_XXS, GgmlType::Q2_K);
+    for (key, value) in [
+        ("rope.freq_base", Value::U64(10_000)),
+        ("attention.compress_rope_freq_base", Value::I64(160_000)),
+        ("rope.scaling.factor", Value::U64(16)),
+        ("rope.scaling.yarn_beta_fast", Value::U64(32)),
+        ("rope.scaling.yarn_beta_slow", Value::U64(1)),
+        ("swiglu_clamp_exp", Value::Ints(vec![10; 44])),
+    ] {
+        m.set(&format!("deepseek4.{key}"), value);
+    }
+    let found = Catalog::builtin().identify(&m, &t, false).unwrap();
+    assert_eq!((found.entry.id.as_str(), found.hyper.float("yarn_factor")), ("deepseek-v4-flash", Some(16.0)));
+}
+
+#[test]
+fn deepseek_v4_mixers_may_be_f32_as_other_converters_write_them() {
+    for id in ["deepseek-v4-flash", "deepseek-v4-pro"] {
+        let (m, mut t) = model(id, GgmlType::IQ2_XXS, GgmlType::Q2_K);
+        let mixers = |t: &mut [TensorInfo], ty| {
+            for mixer in t.iter_mut().filter(|t| t.name.contains("hc_") && t.name.ends_with("fn.weight")) {
+                mixer.ty = ty;
+            }
+        };
+        mixers(&mut t, GgmlType::F32);
+        assert_eq!(Catalog::builtin().identify(&m, &t, false).unwrap().entry.id, id);
+        // Some of each kind is no difference either.
+        named(&mut t, "output_hc_fn.weight").ty = GgmlType::F16;
+        assert!(Catalog::builtin().identify(&m, &t, false).is_ok());
+        mixers(&mut t, GgmlType::Q8_0);
+        assert!(difference(&m, &t, false).contains("hc_fn.weight has type Q8_0, expected one of F16, F32"));
+    }
 }
 
 /// Flash's keys with small numbers: layers S C H.

@@ -233,9 +233,10 @@ fn read_per_layer(p: &PerLayerData, metadata: &Metadata, layers: u64) -> Result<
                 None => v.iter().filter_map(number).map(Number::Int).collect(),
             }
         }
-        (HyperKind::Float, Some(Value::Floats(v))) if v.iter().all(|v| v.is_finite()) => {
-            v.iter().map(|v| Number::Float(f64::from(*v))).collect()
-        }
+        (HyperKind::Float, Some(value)) => match metadata.floats(&p.key) {
+            Some(v) if v.iter().all(|v| v.is_finite()) => v.iter().map(|v| Number::Float(f64::from(*v))).collect(),
+            _ => return refuse(format!("is {}, expected an array of finite numbers that f32 has", show(value))),
+        },
         (_, Some(value)) => return refuse(format!("is {}, expected an array of finite numbers", show(value))),
     };
     match usize::try_from(layers).ok().and_then(|n| values.get(..n)) {
@@ -256,8 +257,7 @@ fn read_one(h: &HyperData, metadata: &Metadata, names: &BTreeMap<String, Number>
         (HyperKind::Int, _) => {
             metadata.u64(&h.key).filter(|v| (u64::from(!h.zero)..=MAX_INT).contains(v)).map(Number::Int)
         }
-        (HyperKind::Float, Value::F64(v)) => v.is_finite().then_some(Number::Float(*v)),
-        (HyperKind::Float, _) => None,
+        (HyperKind::Float, _) => metadata.f64(&h.key).filter(|v| v.is_finite()).map(Number::Float),
     };
     number.map_or_else(|| Reading::Unusable(show(value)), Reading::Known)
 }

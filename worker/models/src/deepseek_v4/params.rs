@@ -87,21 +87,15 @@ impl Params {
         let int = |key: &str| -> Result<usize, ModelError> {
             m.u64(&format!("deepseek4.{key}")).and_then(|v| usize::try_from(v).ok()).ok_or_else(|| missing(key))
         };
-        let float = |key: &str| -> Result<f64, ModelError> {
-            let key_full = format!("deepseek4.{key}");
-            #[allow(clippy::cast_precision_loss, reason = "published values are small")]
-            m.f64(&key_full).or_else(|| m.u64(&key_full).map(|v| v as f64)).ok_or_else(|| missing(key))
-        };
+        let float =
+            |key: &str| -> Result<f64, ModelError> { m.f64(&format!("deepseek4.{key}")).ok_or_else(|| missing(key)) };
         #[allow(clippy::cast_possible_truncation, reason = "kernels compute in f32")]
         let float32 = |key: &str| -> Result<f32, ModelError> { float(key).map(|v| v as f32) };
 
         let count = int("block_count")?;
         let ratios =
             m.ints("deepseek4.attention.compress_ratios").ok_or_else(|| missing("attention.compress_ratios"))?;
-        let clamps = match m.get("deepseek4.swiglu_clamp_exp") {
-            Some(ds4_manifests::Value::Floats(v)) => v.as_slice(),
-            _ => return Err(missing("swiglu_clamp_exp")),
-        };
+        let clamps = m.floats("deepseek4.swiglu_clamp_exp").ok_or_else(|| missing("swiglu_clamp_exp"))?;
         if ratios.len() < count || clamps.len() < count {
             return Err(ModelError::Bind(format!(
                 "deepseek4.block_count is {count}, but attention.compress_ratios has {} entries and swiglu_clamp_exp {}",
