@@ -3,6 +3,7 @@
 pub mod binder;
 pub mod deepseek_v4;
 pub mod llama;
+pub mod session;
 pub mod speculation;
 
 use ds4_attach::Weights;
@@ -43,6 +44,11 @@ pub trait Model<D: Device>: Send {
 
     /// Logits `[wanted rows, vocab]` of the last [`Model::forward`].
     fn logits(&self) -> &D::Buffer;
+
+    /// How this family's banks are saved and restored, if they are.
+    fn sessions(&self) -> Option<&dyn session::SessionFormat<D>> {
+        None
+    }
 
     /// What guesses tokens ahead from the last step's activations, if the model was given such a part.
     fn drafter(&mut self) -> Option<&mut dyn speculation::Drafter<D>> {

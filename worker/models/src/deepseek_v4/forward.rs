@@ -12,6 +12,7 @@ use super::mtp::Mtp;
 use super::params::Params;
 use super::state::{LayerSlots, state_spec};
 use crate::binder::Binder;
+use crate::session::SessionFormat;
 use crate::speculation::Drafter;
 use crate::{Model, ModelError, ModelShape};
 
@@ -20,8 +21,8 @@ pub struct DeepseekV4<D: SparseOps + HyperOps + MoeOps> {
     pub(super) p: Params,
     shape: ModelShape,
     pub(super) numerics: KvNumerics,
-    spec: StateSpec,
-    slots: Vec<LayerSlots>,
+    pub(super) spec: StateSpec,
+    pub(super) slots: Vec<LayerSlots>,
     pub(super) global: GlobalWeights<D::Weight>,
     layers: Vec<LayerWeights<D::Weight>>,
     pub(super) rotary: Rotary<D::RopeTable>,
@@ -95,6 +96,10 @@ impl<D: SparseOps + HyperOps + MoeOps> Model<D> for DeepseekV4<D> {
 
     fn logits(&self) -> &D::Buffer {
         &self.logits
+    }
+
+    fn sessions(&self) -> Option<&dyn SessionFormat<D>> {
+        Some(self)
     }
 
     fn drafter(&mut self) -> Option<&mut dyn Drafter<D>> {

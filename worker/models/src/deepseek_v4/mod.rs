@@ -9,6 +9,7 @@ mod ffn;
 mod forward;
 mod mtp;
 mod params;
+mod session;
 mod state;
 
 pub use forward::DeepseekV4;
