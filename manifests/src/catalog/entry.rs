@@ -127,6 +127,11 @@ impl Entry {
         self.known.iter().any(|k| k.content == *content)
     }
 
+    /// The hyper-parameters that a validated entry states.
+    pub(super) fn own_hyper(&self) -> HyperParams {
+        HyperParams { values: self.hyper.clone(), per_layer: self.per_layer.clone() }
+    }
+
     /// Metadata that says what a validated entry is: its architecture, every hyper-parameter and per-layer value. Floats are
     /// rounded to f32, as files keep them. For a `dev` entry it says the architecture only.
     pub(super) fn metadata(&self, family: &Family) -> Metadata {

@@ -3,11 +3,13 @@
 //! Two kinds of data files are compiled in. `catalog/families/<family>.toml` declares what an architecture's models have
 //! in common: hyper-parameters and their metadata keys, the tensor table, the variants that are not implemented.
 //! `catalog/entries/<artifact>.toml` is one artifact: exact hyper-parameters, allowed types, tokenizer, known content hashes.
-//! A model that matches no entry is refused with the nearest entry and the first difference.
+//! A model that matches no entry is refused with the nearest entry and the first difference. `catalog/drafters/*.toml` are
+//! companions of a family's models that are not models themselves: see [`Drafter`].
 //!
 //! The tensor table has one owner: the loader validates with it, a binder may bind with it, tests may synthesise with it.
 
 mod data;
+mod drafter;
 mod entry;
 mod expr;
 mod family;
@@ -15,6 +17,7 @@ mod family;
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
 
+pub use drafter::{Drafter, DrafterMatch};
 pub use entry::{Class, Entry, Known};
 pub use family::{ExpectedTensor, Family};
 
@@ -174,6 +177,7 @@ impl Match<'_> {
 pub struct Catalog {
     families: Vec<Family>,
     entries: Vec<Entry>,
+    drafters: Vec<Drafter>,
 }
 
 const FAMILIES: &[&str] =
@@ -186,6 +190,7 @@ const ENTRIES: &[&str] = &[
     include_str!("../../catalog/entries/deepseek-v4-pro.toml"),
     include_str!("../../catalog/entries/dev-deepseek4.toml"),
 ];
+const DRAFTERS: &[&str] = &[include_str!("../../catalog/drafters/deepseek4-mtp.toml")];
 
 impl Catalog {
     /// The compiled-in catalog.
@@ -194,13 +199,17 @@ impl Catalog {
     /// When a compiled-in file is malformed, which the tests of this crate exclude.
     pub fn builtin() -> &'static Catalog {
         static BUILTIN: OnceLock<Catalog> = OnceLock::new();
-        BUILTIN.get_or_init(|| Catalog::from_toml(FAMILIES, ENTRIES).expect("the compiled-in catalog is well-formed"))
+        BUILTIN.get_or_init(|| {
+            Catalog::from_toml(FAMILIES, ENTRIES)
+                .and_then(|catalog| catalog.with_drafters(DRAFTERS))
+                .expect("the compiled-in catalog is well-formed")
+        })
     }
 
     /// A catalog from the text of family and entry files; the error is a sentence naming file content.
     pub fn from_toml(families: &[&str], entries: &[&str]) -> Result<Catalog, String> {
         let families = families.iter().map(|s| Family::from_toml(s)).collect::<Result<Vec<_>, _>>()?;
-        let mut catalog = Catalog { families, entries: Vec::new() };
+        let mut catalog = Catalog { families, entries: Vec::new(), drafters: Vec::new() };
         for text in entries {
             let entry = Entry::from_toml(text, &catalog.families)?;
             if catalog.entry(&entry.id).is_some() {
@@ -209,6 +218,12 @@ impl Catalog {
             catalog.entries.push(entry);
         }
         Ok(catalog)
+    }
+
+    /// The same catalog with the kinds of drafters that these files declare.
+    fn with_drafters(mut self, drafters: &[&str]) -> Result<Catalog, String> {
+        self.drafters = drafters.iter().map(|s| Drafter::from_toml(s, &self)).collect::<Result<_, _>>()?;
+        Ok(self)
     }
 
     /// Entry by id.
@@ -318,6 +333,8 @@ fn slug(name: &str) -> Option<String> {
     (!out.is_empty()).then(|| out.to_owned())
 }
 
+#[cfg(test)]
+mod deepseek_v4_mtp_tests;
 #[cfg(test)]
 mod deepseek_v4_tests;
 #[cfg(test)]
