@@ -132,6 +132,11 @@ impl Metadata {
         }
     }
 
+    /// True for weights that `ds4 gguf synth` made up: speeds are real, answers are nonsense. The key is ours.
+    pub fn is_synthetic(&self) -> bool {
+        self.bool("ds4.synthetic") == Some(true)
+    }
+
     /// A boolean value.
     pub fn bool(&self, key: &str) -> Option<bool> {
         match self.get(key)? {

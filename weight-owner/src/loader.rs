@@ -76,6 +76,7 @@ pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
         model: name,
         family: found.family.name.clone(),
         artifact: found.entry.id.clone(),
+        synthetic: model.metadata.is_synthetic(),
         weight_bytes: layout.total_bytes(),
         metadata_bytes: metadata_bytes as u64,
         reserve_bytes: job.reserve_bytes,

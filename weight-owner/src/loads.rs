@@ -394,6 +394,9 @@ impl Attempt<'_> {
             fits = plan.fits(),
             "plan"
         );
+        if plan.synthetic {
+            tracing::warn!(model = plan.model, "the weights are synthetic: speeds are real, answers are nonsense");
+        }
         let shown = v1::Plan {
             weight_bytes: plan.weight_bytes,
             metadata_bytes: plan.metadata_bytes,

@@ -41,6 +41,8 @@ pub struct Plan {
     pub family: String,
     /// Catalog entry.
     pub artifact: String,
+    /// The weights are random.
+    pub synthetic: bool,
     /// Tensor chunks with padding.
     pub weight_bytes: u64,
     /// The manifest.

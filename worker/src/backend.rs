@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ds4_api::{Backend, ChatMessage, Events, ModelInfo, PromptError};
+use ds4_api::{Backend, Events, ModelInfo, Prompt, PromptError};
 use ds4_engine::{EngineError, EngineHandle, EngineStats, GenerateRequest};
 use ds4_text::{ChatInput, ChatTemplate, Specials, TextError, Tokenizer};
 use futures_util::StreamExt;
@@ -56,17 +56,16 @@ impl Backend for Serving {
         Ok(tokens)
     }
 
-    fn render(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, PromptError> {
+    fn render(&self, input: &ChatInput) -> Result<Prompt, PromptError> {
         let template = self.template.as_ref().ok_or(PromptError::NoTemplate)?;
-        let messages = messages
-            .iter()
-            .map(|m| ds4_text::ChatMessage { name: m.name.clone(), ..ds4_text::ChatMessage::new(&m.role, &m.content) })
-            .collect();
-        let prompt = template.render(&ChatInput::of(messages)).map_err(|e| match e {
+        let prompt = template.render(input).map_err(|e| match e {
             TextError::Refused { reason } => PromptError::Template(reason),
             e => PromptError::Template(e.to_string()),
         })?;
-        prompt.encode_up_to(&self.tokenizer, self.limit()).map_err(|e| PromptError::TooLong { at_least: e.at_least })
+        let tokens = prompt
+            .encode_up_to(&self.tokenizer, self.limit())
+            .map_err(|e| PromptError::TooLong { at_least: e.at_least })?;
+        Ok(Prompt { tokens, format: template.answer_format(input, &self.tokenizer) })
     }
 
     fn token_bytes(&self, token: u32) -> Vec<u8> {

@@ -76,7 +76,7 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
     })?;
     phases.lap("attach", &mut since);
     let weights = &attached.weights;
-    if weights.manifest.metadata.bool("ds4.synthetic") == Some(true) {
+    if weights.manifest.metadata.is_synthetic() {
         tracing::warn!(model = %weights.manifest.model.name, "the weights are synthetic: speeds are real, answers are nonsense");
     }
     let late = Arc::new(LateVocabulary::default());

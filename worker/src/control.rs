@@ -64,6 +64,7 @@ impl Worker for Control {
             requests_total: s.requests,
             ready_ms: m.ready_ms,
             device: m.device.clone(),
+            synthetic: m.synthetic,
         }))
     }
 

@@ -137,7 +137,9 @@ fn model_row(m: &v1::Model) -> Vec<Cell> {
         cell("state", state_name(m.state)).shown(state),
         cell("bytes", m.bytes).shown(bytes(m.bytes)),
         cell("leases", m.leases),
-        cell("family", m.family.as_str()),
+        cell("family", m.family.as_str())
+            .shown(format!("{}{}", m.family, if m.synthetic { " (synthetic weights)" } else { "" })),
+        cell("synthetic", m.synthetic).hidden(),
         cell("artifact", m.artifact.as_str()).hidden(),
         cell("chunks", m.chunks).hidden(),
         cell("done_bytes", m.done_bytes).hidden(),
@@ -176,7 +178,13 @@ fn worker_cells(s: &v1::WorkerStatusReply) -> Vec<Cell> {
         cell("version", s.version.as_str()),
         cell("pid", s.pid),
         cell("state", s.state.as_str()),
-        cell("model", s.model.as_str()).shown(format!("{} (epoch {})", s.model, s.epoch)),
+        cell("model", s.model.as_str()).shown(format!(
+            "{} (epoch {}{})",
+            s.model,
+            s.epoch,
+            if s.synthetic { ", synthetic weights" } else { "" }
+        )),
+        cell("synthetic", s.synthetic).hidden(),
         cell("epoch", s.epoch).hidden(),
         cell("blake3", s.blake3.as_str()).hidden(),
         cell("http", s.http.as_str()).shown(format!("http://{}", s.http)),

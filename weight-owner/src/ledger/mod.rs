@@ -50,6 +50,7 @@ struct Epoch {
     name: String,
     family: String,
     artifact: String,
+    synthetic: bool,
     path: PathBuf,
     state: v1::ModelState,
     failure: Option<Failure>,
@@ -129,6 +130,7 @@ impl Ledger {
             name: name.to_owned(),
             family: String::new(),
             artifact: String::new(),
+            synthetic: false,
             path: path.to_owned(),
             state: v1::ModelState::Loading,
             failure: None,
@@ -150,6 +152,7 @@ impl Ledger {
             entry.name.clone_from(&plan.model);
             entry.family.clone_from(&plan.family);
             entry.artifact.clone_from(&plan.artifact);
+            entry.synthetic = plan.synthetic;
             entry.total_bytes = plan.weight_bytes;
             self.announce(&mut state, epoch);
         }

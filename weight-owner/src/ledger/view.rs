@@ -43,6 +43,7 @@ pub(super) fn row(id: u64, e: &Epoch) -> v1::Model {
         name: e.name.clone(),
         family: e.family.clone(),
         artifact: e.artifact.clone(),
+        synthetic: e.synthetic,
         blake3: held.map(|h| h.blake3.clone()).unwrap_or_default(),
         epoch: id,
         state: e.state.into(),

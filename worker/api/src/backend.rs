@@ -1,9 +1,11 @@
 //! What the HTTP surfaces need from the rest of the worker. The binary implements it over engine, tokenizer and template;
 //! tests implement it over a script.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use ds4_engine::{EngineError, EngineStats, Event, GenerateRequest};
+use ds4_text::{AnswerFormat, ChatAbilities, ChatInput};
 use futures_util::stream::BoxStream;
 
 /// What is served, as `/v1/models`, `/v1/stats` and the parsers need it.
@@ -15,6 +17,10 @@ pub struct ModelInfo {
     pub family: String,
     /// Catalog entry.
     pub artifact: String,
+    /// The weights are random: speeds are real, answers are not.
+    pub synthetic: bool,
+    /// What conversations may hold beside plain messages.
+    pub abilities: ChatAbilities,
     /// Hex BLAKE3 of the content.
     pub blake3: String,
     /// The owner's epoch.
@@ -39,15 +45,13 @@ pub struct ModelInfo {
     pub ready_ms: f64,
 }
 
-/// One turn of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChatMessage {
-    /// `system`, `user` or `assistant`.
-    pub role: String,
-    /// Text, the parts of a multi-part content joined.
-    pub content: String,
-    /// The author's name, when given.
-    pub name: Option<String>,
+/// A conversation, ready to be continued.
+#[derive(Clone, Debug)]
+pub struct Prompt {
+    /// Its tokens.
+    pub tokens: Vec<u32>,
+    /// How the answer is read; `None`: it is plain text.
+    pub format: Option<Arc<dyn AnswerFormat>>,
 }
 
 /// Why a prompt could not be turned into tokens.
@@ -96,7 +100,7 @@ pub trait Backend: Send + Sync + 'static {
     ///
     /// # Errors
     /// The template's refusal, or [`PromptError::TooLong`].
-    fn render(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, PromptError>;
+    fn render(&self, input: &ChatInput) -> Result<Prompt, PromptError>;
 
     /// Bytes that a token stands for; empty for an unknown id.
     fn token_bytes(&self, token: u32) -> Vec<u8>;

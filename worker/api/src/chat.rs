@@ -2,15 +2,17 @@
 
 use std::sync::Arc;
 
-use serde::Deserialize;
+use ds4_text::{ChatAbilities, ChatInput};
+use serde_json::{Value, json};
 
-use crate::backend::{Backend, ChatMessage};
+use crate::backend::Backend;
 use crate::error::ApiError;
 use crate::job::{Job, check_tokens, prompt_error};
-use crate::json::{self, Fields, wrong_type};
+use crate::json::{Fields, under, wrong_type};
+use crate::messages::messages;
 use crate::params::{Common, check_model};
-
-const NO_TOOLS: &str = "tool calling is not available on this server yet";
+use crate::thinking::thinking;
+use crate::tools::{object, required, tools};
 
 /// Parses a body and tokenises its conversation. May take long for long bodies.
 ///
@@ -18,49 +20,95 @@ const NO_TOOLS: &str = "tool calling is not available on this server yet";
 /// Every client error of the surface, naming its field.
 pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Result<Job, ApiError> {
     let mut fields = Fields::parse(body, max_depth)?;
-    check_model(&mut fields, backend.model())?;
+    let model = backend.model();
+    check_model(&mut fields, model)?;
     for (name, harmless, why) in [
-        ("response_format", &[][..], "only the type `text` is available on this server"),
-        ("tools", &["[]"][..], NO_TOOLS),
-        ("tool_choice", &["\"none\"", "\"auto\""][..], NO_TOOLS),
-        ("functions", &["[]"][..], NO_TOOLS),
-        ("function_call", &["\"none\"", "\"auto\""][..], NO_TOOLS),
         ("audio", &[][..], "audio output is not available on this server"),
         ("web_search_options", &[][..], "web search is not available on this server"),
-        ("reasoning_effort", &["\"none\""][..], "the served model has no reasoning mode"),
         ("verbosity", &["\"medium\""][..], "the served model has no verbosity control"),
     ] {
-        if name == "response_format" {
-            response_format(&mut fields)?;
-        } else {
-            fields.refuse(name, harmless, why)?;
-        }
+        fields.refuse(name, harmless, why)?;
     }
     if fields.take::<Vec<String>>("modalities", "an array of strings")?.is_some_and(|m| m.iter().any(|m| m != "text")) {
         return Err(ApiError::unsupported("modalities", "`modalities`: only `text` is available on this server"));
     }
-    let common = Common::parse(&mut fields, backend.model())?;
+    let response_format = response_format(&mut fields, model.abilities)?;
+    let tools = tools(&mut fields, model.abilities)?;
+    let thinking = thinking(&mut fields, model)?;
+    let common = Common::parse(&mut fields, model)?;
     let logprobs = logprobs(&mut fields)?;
-    let messages = messages(&mut fields)?;
+    let messages = messages(&mut fields, model.abilities)?;
     fields.finish()?;
-    let tokens = backend.render(&messages).map_err(|e| prompt_error(e, backend))?;
-    check_tokens(&tokens, backend)?;
-    Ok(Job { common, prompts: vec![tokens], logprobs, echo: None })
+    let input = ChatInput {
+        tools: tools.offered,
+        tool_choice: tools.choice,
+        single_call: tools.single,
+        thinking,
+        response_format,
+        ..ChatInput::of(messages)
+    };
+    let prompt = backend.render(&input).map_err(|e| prompt_error(e, backend))?;
+    check_tokens(&prompt.tokens, backend)?;
+    Ok(Job { common, prompts: vec![prompt.tokens], format: prompt.format, logprobs, echo: None })
 }
 
-/// A response format other than text is refused: an answer that ignores it would look like one that honours it.
-pub(crate) fn response_format(fields: &mut Fields<'_>) -> Result<(), ApiError> {
-    #[derive(Deserialize)]
-    struct ResponseFormat {
-        r#type: String,
+/// The schema that the answer is to follow. A format that the model's prompt has no place for is refused: an answer that
+/// ignores it would look like one that honours it.
+pub(crate) fn response_format(fields: &mut Fields<'_>, abilities: ChatAbilities) -> Result<Option<Value>, ApiError> {
+    const AT: &str = "response_format";
+    let Some(raw) = fields.raw(AT) else { return Ok(None) };
+    if !raw.starts_with('{') {
+        return Err(wrong_type(AT, "an object with a `type`", raw));
     }
-    match fields.take::<ResponseFormat>("response_format", "an object with a `type`")? {
-        Some(f) if f.r#type != "text" => Err(ApiError::unsupported(
-            "response_format",
-            format!("`response_format` of type `{}`: only `text` is available on this server", f.r#type),
-        )),
-        _ => Ok(()),
+    let mut format = object(raw, AT)?;
+    let kind = required(&mut format, "type", AT)?;
+    if kind != "text" && !abilities.response_format {
+        let kind: String = kind.chars().take(32).collect();
+        return Err(ApiError::unsupported(
+            AT,
+            format!("`{AT}` of type `{kind}`: only `text` is available for this model on this surface"),
+        ));
     }
+    let schema = match kind.as_str() {
+        "text" => None,
+        "json_object" => Some(json!({"type": "object"})),
+        "json_schema" => Some(schema(&mut format)?),
+        other => {
+            let other: String = other.chars().take(32).collect();
+            let rule = "must be text, json_object or json_schema";
+            return Err(ApiError::invalid_value("response_format.type", format!("`{other}`"), rule));
+        }
+    };
+    format.finish().map_err(|e| under(AT, e))?;
+    Ok(schema)
+}
+
+/// The schema of a `json_schema` format.
+fn schema(format: &mut Fields<'_>) -> Result<Value, ApiError> {
+    const AT: &str = "response_format.json_schema";
+    let Some(raw) = format.raw("json_schema") else { return Err(crate::tools::missing(AT)) };
+    let mut named = object(raw, AT)?;
+    required(&mut named, "name", AT)?;
+    named.string("description").map_err(|e| under(AT, e))?;
+    if named.bool("strict").map_err(|e| under(AT, e))? == Some(true) {
+        let at = format!("{AT}.strict");
+        return Err(ApiError::unsupported(
+            at.clone(),
+            format!(
+                "`{at}`: the model is shown the schema and is not held to it; leave `strict` out and check the answer"
+            ),
+        ));
+    }
+    let at = format!("{AT}.schema");
+    let schema = match named.raw("schema") {
+        Some(raw) if raw.starts_with('{') => {
+            serde_json::from_str(raw).map_err(|_| wrong_type(&at, "an object", raw))?
+        }
+        Some(raw) => return Err(wrong_type(&at, "a JSON schema object", raw)),
+        None => return Err(crate::tools::missing(&at)),
+    };
+    named.finish().map_err(|e| under(AT, e))?;
+    Ok(schema)
 }
 
 fn logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
@@ -73,122 +121,6 @@ fn logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
         (false, _) => Ok(None),
         (true, top) => Ok(Some(top.unwrap_or(0))),
     }
-}
-
-/// Most messages of one conversation.
-const MAX_MESSAGES: usize = 1 << 16;
-
-fn messages(fields: &mut Fields<'_>) -> Result<Vec<ChatMessage>, ApiError> {
-    let Some(raw) = fields.raw("messages") else { return Err(ApiError::missing("messages")) };
-    let Some(items) = json::elements(raw, MAX_MESSAGES).map_err(|_| wrong_type("messages", "an array", raw))? else {
-        return Err(ApiError::invalid_value("messages", "longer than 65536 entries", "send fewer"));
-    };
-    if items.is_empty() {
-        return Err(ApiError::field("empty_prompt", "messages", "`messages` is empty: send at least one message"));
-    }
-    items.iter().enumerate().map(|(i, raw)| message(raw, &format!("messages[{i}]"))).collect()
-}
-
-fn message(raw: &str, at: &str) -> Result<ChatMessage, ApiError> {
-    if !raw.starts_with('{') {
-        return Err(wrong_type(at, "an object", raw));
-    }
-    // Depth was checked for the whole body.
-    let mut m = Fields::parse(raw.as_bytes(), usize::MAX).map_err(|e| under(at, e))?;
-    let Some(role) = m.string("role").map_err(|e| under(at, e))? else {
-        return Err(ApiError::field(
-            "missing_required_parameter",
-            format!("{at}.role"),
-            format!("`{at}.role` is required"),
-        ));
-    };
-    let role = match &*role {
-        // The two words for the same turn; templates know the older one.
-        "system" | "developer" => "system",
-        "user" => "user",
-        "assistant" => "assistant",
-        "tool" | "function" => {
-            return Err(ApiError::unsupported(format!("{at}.role"), format!("`{at}.role` is `{role}`: {NO_TOOLS}")));
-        }
-        other => {
-            let other: String = other.chars().take(32).collect();
-            return Err(ApiError::invalid_value(
-                &format!("{at}.role"),
-                format!("`{other}`"),
-                "must be system, developer, user or assistant",
-            ));
-        }
-    };
-    for name in ["tool_calls", "function_call", "audio"] {
-        m.refuse(name, &["[]"], NO_TOOLS).map_err(|e| under(at, e))?;
-    }
-    // What our own answers carry and clients echo.
-    m.ignore(&["refusal", "annotations"]);
-    let name = m.string("name").map_err(|e| under(at, e))?;
-    let content = match m.raw("content") {
-        Some(raw) => content(raw, &format!("{at}.content"))?,
-        None if role == "assistant" => String::new(),
-        None => {
-            let at = format!("{at}.content");
-            return Err(ApiError::field("missing_required_parameter", at.clone(), format!("`{at}` is required")));
-        }
-    };
-    m.finish().map_err(|e| under(at, e))?;
-    Ok(ChatMessage { role: role.into(), content, name })
-}
-
-/// A string, or an array of text parts.
-fn content(raw: &str, at: &str) -> Result<String, ApiError> {
-    const EXPECTED: &str = "a string or an array of content parts";
-    if raw.starts_with('"') {
-        return serde_json::from_str(raw).map_err(|_| wrong_type(at, EXPECTED, raw));
-    }
-    let Some(parts) = json::elements(raw, MAX_MESSAGES).map_err(|_| wrong_type(at, EXPECTED, raw))? else {
-        return Err(ApiError::invalid_value(at, "longer than 65536 parts", "send fewer"));
-    };
-    let mut text = String::new();
-    for (i, raw) in parts.iter().enumerate() {
-        let at = format!("{at}[{i}]");
-        if !raw.starts_with('{') {
-            return Err(wrong_type(&at, "an object", raw));
-        }
-        let mut part = Fields::parse(raw.as_bytes(), usize::MAX).map_err(|e| under(&at, e))?;
-        let kind = part.string("type").map_err(|e| under(&at, e))?;
-        match kind.as_deref() {
-            Some("text") => {}
-            Some(other) => {
-                let other: String = other.chars().take(32).collect();
-                return Err(ApiError::unsupported(
-                    format!("{at}.type"),
-                    format!("`{at}.type` is `{other}`: the served model takes only `text` parts"),
-                ));
-            }
-            None => {
-                let at = format!("{at}.type");
-                return Err(ApiError::field("missing_required_parameter", at.clone(), format!("`{at}` is required")));
-            }
-        }
-        match part.string("text").map_err(|e| under(&at, e))? {
-            Some(part) => text.push_str(&part),
-            None => {
-                let at = format!("{at}.text");
-                return Err(ApiError::field("missing_required_parameter", at.clone(), format!("`{at}` is required")));
-            }
-        }
-        // A prompt-caching hint of other vendors; it changes no answer.
-        part.ignore(&["cache_control"]);
-        part.finish().map_err(|e| under(&at, e))?;
-    }
-    Ok(text)
-}
-
-/// Puts an error's field below `at`.
-fn under(at: &str, mut e: ApiError) -> ApiError {
-    if let Some(param) = &mut e.param {
-        e.message = e.message.replacen(&format!("`{param}`"), &format!("`{at}.{param}`"), 1);
-        *param = format!("{at}.{param}");
-    }
-    e
 }
 
 #[cfg(test)]
@@ -225,46 +157,36 @@ mod tests {
     }
 
     #[test]
-    fn bad_messages_are_named_by_path() {
-        let cases = [
-            ("null", "messages", "missing_required_parameter"),
-            ("[]", "messages", "empty_prompt"),
-            ("{}", "messages", "invalid_type"),
-            ("[1]", "messages[0]", "invalid_type"),
-            (r#"[{"content":"x"}]"#, "messages[0].role", "missing_required_parameter"),
-            (r#"[{"role":"user"}]"#, "messages[0].content", "missing_required_parameter"),
-            (r#"[{"role":"user","content":"x"},{"role":"robot","content":"x"}]"#, "messages[1].role", "invalid_value"),
-            (r#"[{"role":"tool","content":"x"}]"#, "messages[0].role", "unsupported_parameter"),
-            (r#"[{"role":"user","content":3}]"#, "messages[0].content", "invalid_type"),
-            (r#"[{"role":"user","content":"x","frob":1}]"#, "messages[0].frob", "unknown_parameter"),
+    fn deepseek_v4_answer_schemas() {
+        const V4: ChatAbilities = ChatAbilities { tools: true, reasoning: true, response_format: true };
+        let read = |value: &str| {
+            let body = format!("{{\"response_format\":{value}}}");
+            response_format(&mut Fields::parse(body.as_bytes(), 16)?, V4)
+        };
+        assert_eq!(read(r#"{"type":"text"}"#), Ok(None));
+        assert_eq!(read(r#"{"type":"json_object"}"#), Ok(Some(json!({"type": "object"}))));
+        let schema = r#"{"type":"json_schema","json_schema":{"name":"n","strict":false,"schema":{"b":1,"a":2}}}"#;
+        assert_eq!(read(schema).unwrap().unwrap().to_string(), r#"{"b":1,"a":2}"#, "in the client's order");
+        for (value, param, code) in [
+            ("3", "response_format", "invalid_type"),
+            ("{}", "response_format.type", "missing_required_parameter"),
+            (r#"{"type":"xml"}"#, "response_format.type", "invalid_value"),
+            (r#"{"type":"json_schema"}"#, "response_format.json_schema", "missing_required_parameter"),
             (
-                r#"[{"role":"user","content":[{"type":"image_url"}]}]"#,
-                "messages[0].content[0].type",
-                "unsupported_parameter",
-            ),
-            (
-                r#"[{"role":"user","content":[{"type":"text"}]}]"#,
-                "messages[0].content[0].text",
+                r#"{"type":"json_schema","json_schema":{"name":"n"}}"#,
+                "response_format.json_schema.schema",
                 "missing_required_parameter",
             ),
-            (r#"[{"role":"user","content":["x"]}]"#, "messages[0].content[0]", "invalid_type"),
-            (r#"[{"role":"assistant","tool_calls":[{"id":"x"}]}]"#, "messages[0].tool_calls", "unsupported_parameter"),
-        ];
-        for (messages, param, code) in cases {
-            let e = try_parse(&format!(r#"{{"messages":{messages}}}"#)).unwrap_err();
-            assert_eq!((e.param.as_deref(), e.code), (Some(param), code), "{messages}: {}", e.message);
+            (
+                r#"{"type":"json_schema","json_schema":{"name":"n","schema":{},"strict":true}}"#,
+                "response_format.json_schema.strict",
+                "unsupported_parameter",
+            ),
+            (r#"{"type":"json_object","x":1}"#, "response_format.x", "unknown_parameter"),
+        ] {
+            let e = read(value).unwrap_err();
+            assert_eq!((e.param.as_deref(), e.code), (Some(param), code), "{value}: {}", e.message);
         }
-    }
-
-    #[test]
-    fn parts_are_joined_and_developer_is_system() {
-        let mut fields = Fields::parse(
-            br#"{"messages":[{"role":"developer","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}]}"#,
-            64,
-        )
-        .unwrap();
-        let got = messages(&mut fields).unwrap();
-        assert_eq!(got, vec![ChatMessage { role: "system".into(), content: "ab".into(), name: None }]);
     }
 
     #[test]

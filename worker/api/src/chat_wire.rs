@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use ds4_engine::{FinishReason, TokenLogprob};
+use ds4_text::{Part, Piece};
 use serde::Serialize;
 
 use crate::backend::Backend;
@@ -20,6 +21,8 @@ pub struct ChatWire {
     pub include_usage: bool,
     /// Log-probabilities were asked for.
     pub logprobs: bool,
+    /// Calls sent so far, per choice.
+    pub calls: Vec<usize>,
 }
 
 #[derive(Serialize)]
@@ -49,12 +52,36 @@ struct Delta<'a> {
     role: Option<&'static str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tool_calls: Option<[DeltaCall<'a>; 1]>,
+}
+
+/// The beginning of a call, or more of its arguments.
+#[derive(Serialize)]
+struct DeltaCall<'a> {
+    index: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    r#type: Option<&'static str>,
+    function: DeltaFunction<'a>,
+}
+
+#[derive(Serialize)]
+struct DeltaFunction<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<&'a str>,
+    arguments: &'a str,
 }
 
 #[derive(Serialize)]
 struct Logprobs {
     content: Vec<ContentLogprob>,
     refusal: Option<()>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<Vec<ContentLogprob>>,
 }
 
 #[derive(Serialize)]
@@ -93,8 +120,50 @@ struct FullChoice<'a> {
 #[derive(Serialize)]
 struct Message<'a> {
     role: &'static str,
-    content: &'a str,
+    content: Option<&'a str>,
     refusal: Option<()>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    tool_calls: Vec<FullCall<'a>>,
+}
+
+#[derive(Serialize)]
+struct FullCall<'a> {
+    id: String,
+    r#type: &'static str,
+    function: FullFunction<'a>,
+}
+
+#[derive(Serialize)]
+struct FullFunction<'a> {
+    name: &'a str,
+    arguments: &'a str,
+}
+
+/// An id that no other call has: 122 random bits.
+fn call_id() -> String {
+    format!("call_{}", uuid::Uuid::new_v4().simple())
+}
+
+fn message(choice: &Choice) -> Message<'_> {
+    let tool_calls: Vec<FullCall<'_>> = choice
+        .calls
+        .iter()
+        .map(|c| FullCall {
+            id: call_id(),
+            r#type: "function",
+            function: FullFunction { name: &c.name, arguments: &c.arguments },
+        })
+        .collect();
+    Message {
+        role: "assistant",
+        // As at OpenAI: an answer that only calls has no content.
+        content: Some(choice.text.as_str()).filter(|t| !t.is_empty() || tool_calls.is_empty()),
+        refusal: None,
+        reasoning_content: Some(choice.reasoning.as_str()).filter(|t| !t.is_empty()),
+        tool_calls,
+    }
 }
 
 impl ChatWire {
@@ -103,15 +172,44 @@ impl ChatWire {
         OneLogprob { token: text, logprob: finite(logprob), bytes }
     }
 
-    fn logprobs<'t>(&self, tokens: impl IntoIterator<Item = &'t TokenLogprob>) -> Logprobs {
-        let content = tokens
-            .into_iter()
-            .map(|t| ContentLogprob {
-                token: self.one(t.token, t.logprob),
-                top_logprobs: t.top.iter().map(|(token, logprob)| self.one(*token, *logprob)).collect(),
-            })
-            .collect();
-        Logprobs { content, refusal: None }
+    fn logprobs(&self, tokens: &[(Part, TokenLogprob)]) -> Logprobs {
+        let of = |wanted: Part| -> Vec<ContentLogprob> {
+            let these = tokens.iter().filter(|(part, _)| *part == wanted);
+            these
+                .map(|(_, t)| ContentLogprob {
+                    token: self.one(t.token, t.logprob),
+                    top_logprobs: t.top.iter().map(|(token, logprob)| self.one(*token, *logprob)).collect(),
+                })
+                .collect()
+        };
+        let reasoning = of(Part::Reasoning);
+        let reasoning_content = (!reasoning.is_empty()).then_some(reasoning);
+        Logprobs { content: of(Part::Text), refusal: None, reasoning_content }
+    }
+
+    /// The delta of one piece.
+    fn delta_of<'p>(&mut self, index: usize, piece: &'p Piece) -> Delta<'p> {
+        let mut delta = Delta::default();
+        let sent = self.calls.get_mut(index);
+        match piece {
+            Piece::Text(text) => delta.content = Some(text),
+            Piece::Reasoning(text) => delta.reasoning_content = Some(text),
+            Piece::Call(name) => {
+                let at = sent.map_or(0, |sent| {
+                    *sent += 1;
+                    *sent - 1
+                });
+                let function = DeltaFunction { name: Some(name), arguments: "" };
+                delta.tool_calls =
+                    Some([DeltaCall { index: at, id: Some(call_id()), r#type: Some("function"), function }]);
+            }
+            Piece::Arguments(text) => {
+                let at = sent.map_or(0, |sent| sent.saturating_sub(1));
+                let function = DeltaFunction { name: None, arguments: text };
+                delta.tool_calls = Some([DeltaCall { index: at, id: None, r#type: None, function }]);
+            }
+        }
+        delta
     }
 
     fn chunk(
@@ -136,14 +234,22 @@ impl ChatWire {
 
 impl Wire for ChatWire {
     fn open(&mut self, index: usize, out: &mut Vec<u8>) {
-        let delta = Delta { role: Some("assistant"), content: Some("") };
+        let delta = Delta { role: Some("assistant"), content: Some(""), ..Delta::default() };
         self.chunk(&[ChunkChoice { index, delta, logprobs: None, finish_reason: None }], None, None, out);
     }
 
-    fn delta(&mut self, index: usize, text: &str, logprob: Option<&TokenLogprob>, out: &mut Vec<u8>) {
-        let logprobs = logprob.map(|l| self.logprobs([l]));
-        let delta = Delta { role: None, content: Some(text) };
-        self.chunk(&[ChunkChoice { index, delta, logprobs, finish_reason: None }], None, None, out);
+    fn delta(&mut self, index: usize, pieces: &[Piece], logprobs: &[(Part, TokenLogprob)], out: &mut Vec<u8>) {
+        let mut logprobs = (!logprobs.is_empty()).then(|| self.logprobs(logprobs));
+        for piece in pieces {
+            let delta = self.delta_of(index, piece);
+            let choice = ChunkChoice { index, delta, logprobs: logprobs.take(), finish_reason: None };
+            self.chunk(&[choice], None, None, out);
+        }
+        if logprobs.is_some() {
+            // A token that shows nothing yet.
+            let delta = Delta { content: Some(""), ..Delta::default() };
+            self.chunk(&[ChunkChoice { index, delta, logprobs, finish_reason: None }], None, None, out);
+        }
     }
 
     fn close(&mut self, index: usize, reason: FinishReason, timings: &TimingsWire, out: &mut Vec<u8>) {
@@ -162,7 +268,7 @@ impl Wire for ChatWire {
             .enumerate()
             .map(|(index, c)| FullChoice {
                 index,
-                message: Message { role: "assistant", content: &c.text, refusal: None },
+                message: message(c),
                 logprobs: self.logprobs.then(|| self.logprobs(&c.logprobs)),
                 finish_reason: c.reason.map(reason_name),
             })

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use ds4_text::ChatAbilities;
+
 use crate::backend::Backend;
 use crate::chat::response_format;
 use crate::error::ApiError;
@@ -19,7 +21,9 @@ const DEFAULT_MAX_TOKENS: usize = 16;
 pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Result<Job, ApiError> {
     let mut fields = Fields::parse(body, max_depth)?;
     check_model(&mut fields, backend.model())?;
-    response_format(&mut fields)?;
+    response_format(&mut fields, ChatAbilities::default())?;
+    // A hint of chat that clients send along.
+    fields.ignore(&["parallel_tool_calls"]);
     fields.refuse("suffix", &["\"\""], "the served model cannot fill in the middle")?;
     let mut common = Common::parse(&mut fields, backend.model())?;
     common.max_tokens = common.max_tokens.or(Some(DEFAULT_MAX_TOKENS));
@@ -66,7 +70,7 @@ pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Resul
         }
         tokens.push(these);
     }
-    Ok(Job { common, prompts: tokens, logprobs, echo: texts })
+    Ok(Job { common, prompts: tokens, format: None, logprobs, echo: texts })
 }
 
 #[cfg(test)]

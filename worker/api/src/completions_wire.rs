@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use ds4_engine::{FinishReason, TokenLogprob};
+use ds4_text::{Part, Piece};
 use serde::Serialize;
 use serde_json::Map;
 
@@ -78,9 +79,9 @@ impl CompletionsWire {
         (spelt, chars)
     }
 
-    fn legacy<'t>(&self, tokens: impl IntoIterator<Item = &'t TokenLogprob>, offset: &mut usize) -> LegacyLogprobs {
+    fn legacy(&self, tokens: &[(Part, TokenLogprob)], offset: &mut usize) -> LegacyLogprobs {
         let mut out = LegacyLogprobs::default();
-        for t in tokens {
+        for (_, t) in tokens {
             let (text, chars) = self.legacy_text(t.token);
             let mut top = Map::new();
             for (token, logprob) in &t.top {
@@ -119,13 +120,15 @@ impl Wire for CompletionsWire {
         }
     }
 
-    fn delta(&mut self, index: usize, text: &str, logprob: Option<&TokenLogprob>, out: &mut Vec<u8>) {
+    fn delta(&mut self, index: usize, pieces: &[Piece], logprobs: &[(Part, TokenLogprob)], out: &mut Vec<u8>) {
         let mut offset = self.offsets.get(index).copied().unwrap_or(0);
-        let logprobs = logprob.map(|l| self.legacy([l], &mut offset));
+        let logprobs = (!logprobs.is_empty()).then(|| self.legacy(logprobs, &mut offset));
         if let Some(slot) = self.offsets.get_mut(index) {
             *slot = offset;
         }
-        self.chunk(TextChoice { index, text, logprobs, finish_reason: None }, None, out);
+        // On this surface answers are plain text.
+        let text: String = pieces.iter().map(|p| if let Piece::Text(text) = p { text.as_str() } else { "" }).collect();
+        self.chunk(TextChoice { index, text: &text, logprobs, finish_reason: None }, None, out);
     }
 
     fn close(&mut self, index: usize, reason: FinishReason, timings: &TimingsWire, out: &mut Vec<u8>) {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use ds4_engine::{GenerateRequest, LogitsWanted};
+use ds4_text::AnswerFormat;
 
 use crate::backend::{Backend, PromptError};
 use crate::error::ApiError;
@@ -18,6 +19,8 @@ pub struct Job {
     pub common: Common,
     /// Tokens of each prompt; choice `p * n + j` is the j-th of prompt `p`.
     pub prompts: Vec<Vec<u32>>,
+    /// How the answers are read; `None`: they are plain text.
+    pub format: Option<Arc<dyn AnswerFormat>>,
     /// `Some(k)`: logprobs with k alternatives.
     pub logprobs: Option<u32>,
     /// Prompt texts to put before the completions.
@@ -49,6 +52,7 @@ impl Job {
                     max_tokens: self.common.max_tokens.unwrap_or(usize::MAX),
                     sampling,
                     stop: self.common.stop.clone(),
+                    format: self.format.clone(),
                     logprobs: self.logprobs,
                     ignore_eos: self.common.ignore_eos,
                     logits: LogitsWanted::default(),

@@ -257,6 +257,15 @@ pub(crate) fn wrong_type(name: &str, expected: &str, raw: &str) -> ApiError {
     ApiError::field("invalid_type", name, format!("`{name}`: expected {expected}, got {kind} ({shown}{dots})"))
 }
 
+/// Puts an error's field below `at`.
+pub(crate) fn under(at: &str, mut e: ApiError) -> ApiError {
+    if let Some(param) = &mut e.param {
+        e.message = e.message.replacen(&format!("`{param}`"), &format!("`{at}.{param}`"), 1);
+        *param = format!("{at}.{param}");
+    }
+    e
+}
+
 fn malformed(e: serde_json::Error) -> ApiError {
     ApiError::bad_request("invalid_json", format!("the body is not valid JSON: {e}"))
 }

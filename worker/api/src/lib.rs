@@ -18,11 +18,14 @@ pub mod conn;
 pub mod error;
 pub mod job;
 pub mod json;
+pub mod messages;
 pub mod metrics;
 pub mod params;
 pub mod routes;
 pub mod run;
 pub mod server;
+pub mod thinking;
+pub mod tools;
 pub mod track;
 pub mod wire;
 
@@ -31,7 +34,7 @@ mod testing;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{ApiConfig, Backend, ChatMessage, Events, ModelInfo, PromptError};
+pub use backend::{ApiConfig, Backend, Events, ModelInfo, Prompt, PromptError};
 pub use server::serve;
 
 /// Where the worker is in its life, as its clients see it.

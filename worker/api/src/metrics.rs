@@ -178,12 +178,13 @@ impl Collector for EngineCollector {
     }
 }
 
-fn gauges(s: &EngineStats) -> [(&'static str, &'static str, f64); 6] {
+fn gauges(s: &EngineStats) -> [(&'static str, &'static str, f64); 7] {
     [
         ("engine_running", "Sequences that hold a bank", count(s.running)),
         ("engine_queue_depth", "Sequences waiting for a bank", count(s.queued)),
         ("engine_paused", "Running sequences whose client reads too slowly", count(s.paused)),
-        ("engine_bank_bytes", "Bytes committed by all banks", count(s.bank_bytes)),
+        ("engine_bank_bytes", "Bytes committed by all banks, checkpoints included", count(s.bank_bytes)),
+        ("engine_checkpoint_bytes", "Bytes of checkpoints", count(s.checkpoint_bytes)),
         ("engine_idle_banks", "Banks that keep an ended sequence for reuse", count(s.idle_banks)),
         (
             "engine_decode_tokens_per_second",
@@ -193,7 +194,7 @@ fn gauges(s: &EngineStats) -> [(&'static str, &'static str, f64); 6] {
     ]
 }
 
-fn counters(s: &EngineStats) -> [(&'static str, &'static str, f64); 11] {
+fn counters(s: &EngineStats) -> [(&'static str, &'static str, f64); 12] {
     [
         ("engine_sequences", "Sequences accepted", total(s.requests)),
         ("engine_finished", "Sequences that ended well", total(s.finished)),
@@ -203,6 +204,7 @@ fn counters(s: &EngineStats) -> [(&'static str, &'static str, f64); 11] {
         ("engine_prefill_tokens", "Prompt tokens computed", total(s.prefill_tokens)),
         ("engine_decode_tokens", "Tokens generated", total(s.decode_tokens)),
         ("engine_prefix_hits", "Admissions that reused a prefix", total(s.prefix_hits)),
+        ("engine_rewinds", "Admissions that took a bank back to a checkpoint", total(s.rewinds)),
         ("engine_cached_tokens", "Prompt tokens that were not computed anew", total(s.cached_tokens)),
         ("engine_steps", "Batch steps run", total(s.steps)),
         ("engine_step_seconds", "Time spent in batch steps", s.step_seconds),

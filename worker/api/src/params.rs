@@ -23,7 +23,7 @@ pub const MAX_STOP_BYTES: usize = 1024;
 const MAX_BIAS_TEXT: usize = 8 << 20;
 
 /// Fields that describe the caller's bookkeeping or a hint; they change no answer.
-const HARMLESS: [&str; 9] = [
+const HARMLESS: [&str; 8] = [
     "user",
     "metadata",
     "store",
@@ -31,7 +31,6 @@ const HARMLESS: [&str; 9] = [
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
     "prediction",
 ];
 

@@ -53,6 +53,7 @@ async fn chat_completions(State(api): State<Arc<Api>>, request: Request<Body>) -
         backend: Arc::clone(&api.backend),
         include_usage: job.common.include_usage,
         logprobs: job.logprobs.is_some(),
+        calls: vec![0; job.choices()],
     })
     .await
 }
@@ -138,6 +139,7 @@ fn model_json(m: &ModelInfo) -> Value {
         "meta": {
             "family": m.family,
             "artifact": m.artifact,
+            "synthetic": m.synthetic,
             "blake3": m.blake3,
             "epoch": m.epoch,
             "size": m.weight_bytes,
@@ -212,7 +214,9 @@ async fn stats(State(api): State<Arc<Api>>) -> Response {
             "decode_tokens": s.decode_tokens,
             "cached_tokens": s.cached_tokens,
             "prefix_hits": s.prefix_hits,
+            "rewinds": s.rewinds,
             "bank_bytes": s.bank_bytes,
+            "checkpoint_bytes": s.checkpoint_bytes,
             "idle_banks": s.idle_banks,
             "steps": s.steps,
             "step_seconds": s.step_seconds,

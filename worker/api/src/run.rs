@@ -3,6 +3,7 @@
 //! Whoever holds the run holds the engine's receivers: hyper drops the handler or the body when the connection goes, and
 //! with it every sequence of the request.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use axum::body::Body;
 use axum::response::Response;
 use bytes::Bytes;
 use ds4_engine::{EngineError, Event, FinishReason, Timings, TokenLogprob};
+use ds4_text::{Part, Piece, Read};
 use futures_util::stream::{SelectAll, Stream, StreamExt};
 use hyper::StatusCode;
 use hyper::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
@@ -44,6 +46,10 @@ struct Run {
     events: SelectAll<Tagged>,
     tracker: Tracker,
     done: Vec<Option<(FinishReason, Timings)>>,
+    /// For each choice, log-probabilities of tokens of which it is not certain yet where they belong.
+    waiting: Vec<VecDeque<Option<TokenLogprob>>>,
+    /// The answers have parts.
+    parts: bool,
     prompt_tokens: usize,
     n: usize,
     ignore_eos: bool,
@@ -55,10 +61,23 @@ struct Run {
 enum Step {
     /// Nothing to show.
     Quiet,
-    /// Text and log-probabilities to show.
-    Delta(usize, String, Option<TokenLogprob>),
-    /// A choice ended, with its last text.
-    Closed(usize, String, FinishReason),
+    /// Something to show.
+    Delta(usize, News),
+    /// A choice ended, with the last that it has to show.
+    Closed(usize, News, FinishReason),
+}
+
+/// Newly released pieces and log-probabilities.
+#[derive(Default)]
+struct News {
+    pieces: Vec<Piece>,
+    logprobs: Vec<(Part, TokenLogprob)>,
+}
+
+impl News {
+    fn is_empty(&self) -> bool {
+        self.pieces.is_empty() && self.logprobs.is_empty()
+    }
 }
 
 impl Run {
@@ -84,6 +103,8 @@ impl Run {
             backend,
             events,
             done: vec![None; job.choices()],
+            waiting: vec![VecDeque::new(); job.choices()],
+            parts: job.format.is_some(),
             prompt_tokens: job.prompt_tokens(),
             n: job.common.n,
             ignore_eos: job.common.ignore_eos,
@@ -100,17 +121,18 @@ impl Run {
                 self.tracker.admitted();
                 Ok(Step::Quiet)
             }
-            Some(Event::Token { token, text, logprob }) => {
+            Some(Event::Token { token, read, logprob }) => {
                 self.tracker.token(index);
                 // The token that ends a generation is no part of its content.
                 let shown = self.ignore_eos || !self.backend.is_eog(token);
-                let logprob = logprob.filter(|_| shown);
-                Ok(if text.is_empty() && logprob.is_none() { Step::Quiet } else { Step::Delta(index, text, logprob) })
+                self.waiting[index].push_back(logprob.filter(|_| shown));
+                let news = self.settle(index, read);
+                Ok(if news.is_empty() { Step::Quiet } else { Step::Delta(index, news) })
             }
-            Some(Event::Done { text, reason, timings }) => {
+            Some(Event::Done { read, reason, timings }) => {
                 self.tracker.choice_done(&timings);
                 self.done[index] = Some((reason, timings));
-                Ok(Step::Closed(index, text, reason))
+                Ok(Step::Closed(index, self.settle(index, read), reason))
             }
             // This surface never asks for rows.
             Some(Event::Logits { .. }) => Ok(Step::Quiet),
@@ -118,6 +140,14 @@ impl Run {
             None if self.done[index].is_some() => Ok(Step::Quiet),
             None => Err(EngineError::Internal("the engine ended a request without a word".into()).into()),
         }
+    }
+
+    /// Gives the tokens that became certain their log-probabilities. Hidden ones have none: they would show markup.
+    fn settle(&mut self, index: usize, read: Read) -> News {
+        let waiting = &mut self.waiting[index];
+        let of = |part: Part| Some((part, waiting.pop_front()??));
+        let logprobs = read.settled.into_iter().filter_map(of).filter(|(part, _)| *part != Part::Hidden).collect();
+        News { pieces: read.pieces, logprobs }
     }
 
     fn is_done(&self) -> bool {
@@ -130,7 +160,7 @@ impl Run {
 
     fn totals(&self) -> (Usage, TimingsWire) {
         let timings = self.timings();
-        (Usage::new(self.prompt_tokens, self.n, &timings), TimingsWire::new(&timings))
+        (Usage::new(self.prompt_tokens, self.n, &timings, self.parts), TimingsWire::new(&timings))
     }
 
     /// Logs the end. Choices that ended differently are reported by the first.
@@ -191,12 +221,13 @@ async fn whole(mut run: Run, wire: impl Wire, limits: Limits) -> Result<Response
         };
         match step {
             Ok(Step::Quiet) => {}
-            Ok(Step::Delta(index, text, logprob)) => {
-                choices[index].text.push_str(&text);
-                choices[index].logprobs.extend(logprob);
+            Ok(Step::Delta(index, news)) => {
+                choices[index].add(news.pieces);
+                choices[index].logprobs.extend(news.logprobs);
             }
-            Ok(Step::Closed(index, text, reason)) => {
-                choices[index].text.push_str(&text);
+            Ok(Step::Closed(index, news, reason)) => {
+                choices[index].add(news.pieces);
+                choices[index].logprobs.extend(news.logprobs);
                 choices[index].reason = Some(reason);
             }
             Err(e) => {
@@ -251,14 +282,14 @@ impl<W: Wire> SseStream<W> {
     fn write(&mut self, step: Step, out: &mut Vec<u8>) {
         match step {
             Step::Quiet => {}
-            Step::Delta(index, text, logprob) => {
+            Step::Delta(index, news) => {
                 self.open(index, out);
-                self.wire.delta(index, &text, logprob.as_ref(), out);
+                self.wire.delta(index, &news.pieces, &news.logprobs, out);
             }
-            Step::Closed(index, text, reason) => {
+            Step::Closed(index, news, reason) => {
                 self.open(index, out);
-                if !text.is_empty() {
-                    self.wire.delta(index, &text, None, out);
+                if !news.is_empty() {
+                    self.wire.delta(index, &news.pieces, &news.logprobs, out);
                 }
                 let timings = self.run.done[index].as_ref().map(|(_, t)| TimingsWire::new(&[t])).unwrap_or_default();
                 self.wire.close(index, reason, &timings, out);

@@ -1,13 +1,16 @@
 //! A scripted backend: tokens are bytes, and what it says, when, and how it fails is up to the test.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::path::Path;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ds4_engine::{EngineError, EngineStats, Event, FinishReason, GenerateRequest, Timings, TokenLogprob};
+use ds4_manifests::GgufModel;
+use ds4_text::{ChatContent, ChatInput, ChatTemplate, Part, Piece, PlainReader, Read, Specials, Steer, Tokenizer};
 use futures_util::StreamExt;
 use tokio::sync::mpsc;
 
-use crate::backend::{Backend, ChatMessage, Events, ModelInfo, PromptError};
+use crate::backend::{Backend, Events, ModelInfo, Prompt, PromptError};
 
 /// Ends a generation; bytes are the tokens below it.
 pub const EOG: u32 = 256;
@@ -18,6 +21,8 @@ pub fn model() -> ModelInfo {
         name: "scripted".into(),
         family: "llama".into(),
         artifact: "scripted".into(),
+        synthetic: false,
+        abilities: Default::default(),
         blake3: "00".repeat(32),
         epoch: 1,
         weight_bytes: 1000,
@@ -46,7 +51,25 @@ pub struct Script {
     /// Refuses the k-th submission and later ones.
     pub refuse_from: Option<(usize, EngineError)>,
     pub seen: Arc<Mutex<Seen>>,
+    /// The text side of a real family in place of bytes. What is said is then in its tokens.
+    pub text: Option<&'static Text>,
 }
+
+/// A model's text side.
+pub struct Text {
+    pub tokenizer: Tokenizer,
+    pub template: ChatTemplate,
+}
+
+/// That of the tiny DeepSeek V4 of the end-to-end tests: bytes, a few words and the family's control tokens.
+pub static DEEPSEEK_V4: LazyLock<Text> = LazyLock::new(|| {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/deepseek_v4/tiny-v4.gguf");
+    let metadata = GgufModel::open(&path).expect("the fixture").metadata;
+    Text {
+        tokenizer: Tokenizer::from_metadata(&metadata).expect("tokenizer"),
+        template: ChatTemplate::compile(&metadata).expect("template"),
+    }
+});
 
 /// What happened.
 #[derive(Clone, Debug, Default)]
@@ -68,11 +91,32 @@ impl Default for Script {
             fail_at: None,
             refuse_from: None,
             seen: Arc::default(),
+            text: None,
         }
     }
 }
 
 impl Script {
+    /// A DeepSeek V4 that says this.
+    pub fn deepseek_v4(says: &str) -> Self {
+        let text: &'static Text = &DEEPSEEK_V4;
+        let model = ModelInfo {
+            vocab: text.tokenizer.vocab_size(),
+            abilities: text.template.abilities(),
+            family: "dev-deepseek4".into(),
+            ..model()
+        };
+        Self { model, says: says.into(), text: Some(text), ..Self::default() }
+    }
+
+    /// What is said, as tokens, without an end.
+    pub fn tokens(&self, said: &str) -> Vec<u32> {
+        match self.text {
+            Some(text) => text.tokenizer.encode(said, Specials::Parse),
+            None => said.bytes().map(u32::from).collect(),
+        }
+    }
+
     pub fn seen(&self) -> Seen {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -100,10 +144,12 @@ impl Script {
         if let Some(seed) = request.sampling.seed {
             said.push_str(&format!(" seed {seed}"));
         }
-        let mut tokens: Vec<u32> = said.bytes().map(u32::from).collect();
-        tokens.push(EOG);
-        let reason = if tokens.len() > request.max_tokens { FinishReason::Length } else { FinishReason::Stop };
-        tokens.truncate(request.max_tokens);
+        let mut waiting = self.tokens(&said).into_iter();
+        let end = self.text.and_then(|t| t.tokenizer.eos()).unwrap_or(EOG);
+        let mut reader = match &request.format {
+            Some(format) => format.reader(request.stop.clone()),
+            None => Box::new(PlainReader::new(request.stop.clone())),
+        };
         if !self.wait("queued", &tx, self.queued).await {
             return;
         }
@@ -112,46 +158,60 @@ impl Script {
             return;
         }
         let first = Instant::now();
-        let mut held = Vec::new();
-        for (i, token) in tokens.iter().enumerate() {
+        let (mut made, mut reasoning_tokens, mut called) = (0, 0, false);
+        let mut count = |read: &Read| {
+            reasoning_tokens += read.settled.iter().filter(|p| **p == Part::Reasoning).count();
+            called |= read.pieces.iter().any(|p| matches!(p, Piece::Call(_)));
+        };
+        let reason = loop {
+            if made == request.max_tokens {
+                break FinishReason::Length;
+            }
             if let Some((at, e)) = &self.fail_at
-                && *at == i
+                && *at == made
             {
                 let _ = tx.send(Event::Failed(e.clone())).await;
                 return;
             }
-            if i > 0 && !self.wait("decode", &tx, self.per_token).await {
+            if made > 0 && !self.wait("decode", &tx, self.per_token).await {
                 return;
             }
-            held.extend(u8::try_from(*token));
-            let text = match std::str::from_utf8(&held) {
-                Ok(text) => text.to_owned(),
-                Err(_) => String::new(),
+            let token = match reader.steer() {
+                Steer::Force(token) => token,
+                _ => waiting.next().or_else(|| reader.instead_of_end()).unwrap_or(end),
             };
-            if !text.is_empty() {
-                held.clear();
-            }
+            made += 1;
+            let control = self.text.is_some_and(|t| t.tokenizer.is_control(token));
+            let read = reader.push(token, &self.token_bytes(token), control || token == end);
+            count(&read);
+            let ended = read.ended || token == end;
             let logprob = request.logprobs.map(|k| TokenLogprob {
-                token: *token,
+                token,
                 logprob: -0.5,
-                top: (0..k).map(|r| ((*token + r) % 256, -0.5 - f32::from(u8::try_from(r).unwrap_or(0)))).collect(),
+                top: (0..k).map(|r| ((token + r) % 256, -0.5 - f32::from(u8::try_from(r).unwrap_or(0)))).collect(),
             });
-            if tx.send(Event::Token { token: *token, text, logprob }).await.is_err() {
+            if tx.send(Event::Token { token, read, logprob }).await.is_err() {
                 self.note(|s| s.cancelled.push("decode"));
                 return;
             }
-        }
+            if ended {
+                break FinishReason::Stop;
+            }
+        };
+        let read = reader.finish(reason == FinishReason::Length);
+        count(&read);
+        let reason = if called && reason == FinishReason::Stop { FinishReason::ToolCalls } else { reason };
         let timings = Timings {
             prompt_tokens: request.prompt.len(),
             cached_tokens: 0,
-            completion_tokens: tokens.len(),
+            completion_tokens: made,
+            reasoning_tokens,
             queued: self.queued,
             prefill: self.prefill,
             decode: first.elapsed(),
         };
         self.note(|s| s.finished += 1);
-        let text = String::from_utf8_lossy(&held).into_owned();
-        let _ = tx.send(Event::Done { text, reason, timings }).await;
+        let _ = tx.send(Event::Done { read, reason, timings }).await;
     }
 }
 
@@ -195,19 +255,33 @@ impl Backend for Script {
         Ok(text.bytes().map(u32::from).collect())
     }
 
-    fn render(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, PromptError> {
-        if messages.iter().any(|m| m.content == "refuse me") {
-            return Err(PromptError::Template("roles must alternate".into()));
+    fn render(&self, input: &ChatInput) -> Result<Prompt, PromptError> {
+        if let Some(text) = self.text {
+            let prompt = text.template.render(input).map_err(|e| PromptError::Template(e.to_string()))?;
+            let format = text.template.answer_format(input, &text.tokenizer);
+            return Ok(Prompt { tokens: prompt.encode(&text.tokenizer), format });
         }
-        let text: String = messages.iter().map(|m| format!("{}: {}\n", m.role, m.content)).collect();
-        self.tokenize(&text)
+        let mut text = String::new();
+        for m in &input.messages {
+            let ChatContent::Text(content) = &m.content else {
+                return Err(PromptError::Template("only text".into()));
+            };
+            if content == "refuse me" {
+                return Err(PromptError::Template("roles must alternate".into()));
+            }
+            text.push_str(&format!("{}: {content}\n", m.role));
+        }
+        Ok(Prompt { tokens: self.tokenize(&text)?, format: None })
     }
 
     fn token_bytes(&self, token: u32) -> Vec<u8> {
-        u8::try_from(token).map(|b| vec![b]).unwrap_or_default()
+        match self.text {
+            Some(text) => text.tokenizer.token_bytes(token).to_vec(),
+            None => u8::try_from(token).map(|b| vec![b]).unwrap_or_default(),
+        }
     }
 
     fn is_eog(&self, token: u32) -> bool {
-        token == EOG
+        self.text.map_or(token == EOG, |t| t.tokenizer.is_eog(token))
     }
 }

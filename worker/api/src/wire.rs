@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use ds4_engine::{FinishReason, Timings, TokenLogprob};
+use ds4_text::{Part, Piece};
 use serde::Serialize;
 
 use crate::backend::Backend;
@@ -12,12 +13,43 @@ use crate::backend::Backend;
 pub struct Choice {
     /// All of its text.
     pub text: String,
-    /// Every token's log-probabilities, when asked for.
-    pub logprobs: Vec<TokenLogprob>,
+    /// All of its reasoning.
+    pub reasoning: String,
+    /// Its calls of tools.
+    pub calls: Vec<Call>,
+    /// The log-probabilities of every token of text and reasoning, when asked for.
+    pub logprobs: Vec<(Part, TokenLogprob)>,
     /// Why it ended.
     pub reason: Option<FinishReason>,
     /// Its counts and times.
     pub timings: Timings,
+}
+
+/// A call of a tool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Call {
+    /// Name of the tool.
+    pub name: String,
+    /// Arguments as the text of a JSON object.
+    pub arguments: String,
+}
+
+impl Choice {
+    /// Adds newly released pieces.
+    pub fn add(&mut self, pieces: Vec<Piece>) {
+        for piece in pieces {
+            match piece {
+                Piece::Text(text) => self.text.push_str(&text),
+                Piece::Reasoning(text) => self.reasoning.push_str(&text),
+                Piece::Call(name) => self.calls.push(Call { name, arguments: String::new() }),
+                Piece::Arguments(text) => {
+                    if let Some(call) = self.calls.last_mut() {
+                        call.arguments.push_str(&text);
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// A surface's projection of events. Writes whole SSE events (`data: …\n\n`) into `out`.
@@ -25,8 +57,8 @@ pub trait Wire: Send + Unpin + 'static {
     /// The first chunk of a choice.
     fn open(&mut self, index: usize, out: &mut Vec<u8>);
 
-    /// Newly released text and, when asked for, the token's log-probabilities.
-    fn delta(&mut self, index: usize, text: &str, logprob: Option<&TokenLogprob>, out: &mut Vec<u8>);
+    /// Newly released pieces and, when asked for, log-probabilities of tokens of text and reasoning.
+    fn delta(&mut self, index: usize, pieces: &[Piece], logprobs: &[(Part, TokenLogprob)], out: &mut Vec<u8>);
 
     /// The last chunk of a choice.
     fn close(&mut self, index: usize, reason: FinishReason, timings: &TimingsWire, out: &mut Vec<u8>);
@@ -54,6 +86,7 @@ pub(crate) fn event(out: &mut Vec<u8>, value: &impl Serialize) {
 pub(crate) fn reason_name(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Stop => "stop",
+        FinishReason::ToolCalls => "tool_calls",
         FinishReason::Length => "length",
     }
 }
@@ -69,6 +102,16 @@ pub struct Usage {
     pub total_tokens: usize,
     /// Breakdown of the prompt.
     pub prompt_tokens_details: PromptDetails,
+    /// Breakdown of what was generated, for answers that have parts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub completion_tokens_details: Option<CompletionDetails>,
+}
+
+/// Breakdown of generated tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct CompletionDetails {
+    /// Tokens of reasoning.
+    pub reasoning_tokens: usize,
 }
 
 /// Breakdown of prompt tokens.
@@ -80,8 +123,8 @@ pub struct PromptDetails {
 
 impl Usage {
     /// Counts of a request with `prompt_tokens` whose choices ended as `choices`. With several choices per prompt the
-    /// cached tokens are those of the luckiest choice, so that they never exceed the prompt.
-    pub fn new(prompt_tokens: usize, n: usize, choices: &[&Timings]) -> Self {
+    /// cached tokens are those of the luckiest choice, so that they never exceed the prompt. `parts`: the answers have them.
+    pub fn new(prompt_tokens: usize, n: usize, choices: &[&Timings], parts: bool) -> Self {
         let completion_tokens = choices.iter().map(|t| t.completion_tokens).sum();
         let cached_tokens =
             choices.chunks(n.max(1)).map(|c| c.iter().map(|t| t.cached_tokens).max().unwrap_or(0)).sum();
@@ -90,6 +133,8 @@ impl Usage {
             completion_tokens,
             total_tokens: prompt_tokens + completion_tokens,
             prompt_tokens_details: PromptDetails { cached_tokens },
+            completion_tokens_details: parts
+                .then(|| CompletionDetails { reasoning_tokens: choices.iter().map(|t| t.reasoning_tokens).sum() }),
         }
     }
 }
@@ -166,6 +211,7 @@ mod tests {
             prompt_tokens: 110,
             cached_tokens: 10,
             completion_tokens: 11,
+            reasoning_tokens: 4,
             queued: Duration::from_millis(3),
             prefill: Duration::from_millis(500),
             decode: Duration::from_millis(100),
@@ -181,7 +227,9 @@ mod tests {
     #[test]
     fn usage_counts_a_prompt_once_and_never_more_cached_than_prompt() {
         let t = Timings { prompt_tokens: 10, cached_tokens: 8, completion_tokens: 5, ..Timings::default() };
-        let u = Usage::new(10, 2, &[&t, &t]);
+        let t = Timings { reasoning_tokens: 2, ..t };
+        let u = Usage::new(10, 2, &[&t, &t], true);
+        assert_eq!(u.completion_tokens_details, Some(CompletionDetails { reasoning_tokens: 4 }));
         assert_eq!((u.prompt_tokens, u.completion_tokens, u.total_tokens), (10, 10, 20));
         assert_eq!(u.prompt_tokens_details.cached_tokens, 8);
     }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ds4_text::TextStream;
+use ds4_text::{Part, Piece, PlainReader, Read, Reader, Steer};
 
 use crate::channel::EventSender;
 use crate::handle::Submission;
@@ -44,7 +44,8 @@ pub(crate) struct Active {
     /// Since when its client has left no room for events.
     pub paused: Option<Instant>,
     sampler: Sampler,
-    output: TextStream,
+    reader: Box<dyn Reader>,
+    called: bool,
     generated: usize,
     timings: Timings,
     admitted: Instant,
@@ -62,7 +63,11 @@ impl Active {
             ..Timings::default()
         };
         let sampler = Sampler::new(request.sampling.clone(), &request.prompt);
-        let output = TextStream::new(std::mem::take(&mut request.stop));
+        let stop = std::mem::take(&mut request.stop);
+        let reader = match &request.format {
+            Some(format) => format.reader(stop),
+            None => Box::new(PlainReader::new(stop)),
+        };
         events.send(Event::Admitted);
         Self {
             request,
@@ -71,7 +76,8 @@ impl Active {
             phase: Phase::Prefill(cached),
             paused: None,
             sampler,
-            output,
+            reader,
+            called: false,
             generated: 0,
             timings,
             admitted: now,
@@ -105,7 +111,12 @@ impl Active {
             self.events.send(Event::Logits { position, row: row.to_vec() });
         }
         sanitise(row);
-        let Some(token) = self.sampler.sample(row, scratch) else {
+        let drawn = match self.reader.steer() {
+            Steer::Free => self.sampler.sample(row, scratch),
+            Steer::Greedy => self.sampler.best(row, scratch),
+            Steer::Force(token) => Some(token).filter(|t| usize::try_from(*t).is_ok_and(|t| t < row.len())),
+        };
+        let Some(mut token) = drawn else {
             let why = "the model gave no finite logit for this sequence".into();
             return Outcome::Broken(Event::Failed(EngineError::Internal(why)));
         };
@@ -115,15 +126,20 @@ impl Active {
             self.timings.prefill = now.saturating_duration_since(self.admitted);
         }
         self.generated += 1;
-        let end = vocab.is_eog(token);
+        let mut end = vocab.is_eog(token);
+        if end && let Some(instead) = self.reader.instead_of_end() {
+            (token, end) = (instead, false);
+        }
         if end && !self.request.ignore_eos {
             return self.finish(FinishReason::Stop, now);
         }
         let logprob = self.request.logprobs.map(|k| token_logprob(row, token, k as usize, &mut scratch.candidates));
         // Structure is not text: a role mark, or an end token that is being ignored, shows nothing.
-        let pushed = self.output.push(if end || vocab.is_control(token) { &[] } else { vocab.token_bytes(token) });
-        self.events.send(Event::Token { token, text: pushed.text, logprob });
-        if pushed.stopped {
+        let read = self.reader.push(token, vocab.token_bytes(token), end || vocab.is_control(token));
+        self.count(&read);
+        let ended = read.ended;
+        self.events.send(Event::Token { token, read, logprob });
+        if ended {
             return self.finish(FinishReason::Stop, now);
         }
         if self.generated >= self.request.max_tokens {
@@ -133,11 +149,18 @@ impl Active {
         Outcome::Continues
     }
 
+    fn count(&mut self, read: &Read) {
+        self.called |= read.pieces.iter().any(|p| matches!(p, Piece::Call(_)));
+        self.timings.reasoning_tokens += read.settled.iter().filter(|p| **p == Part::Reasoning).count();
+    }
+
     fn finish(&mut self, reason: FinishReason, now: Instant) -> Outcome {
+        let read = self.reader.finish(reason == FinishReason::Length);
+        self.count(&read);
+        let reason = if self.called && reason == FinishReason::Stop { FinishReason::ToolCalls } else { reason };
         self.timings.completion_tokens = self.generated;
         self.timings.decode = now.saturating_duration_since(self.first_token);
-        let text = self.output.finish();
-        Outcome::Finished(Event::Done { text, reason, timings: std::mem::take(&mut self.timings) })
+        Outcome::Finished(Event::Done { read, reason, timings: std::mem::take(&mut self.timings) })
     }
 
     /// Ends the request with an error.

@@ -135,10 +135,11 @@ impl Drop for EventReceiver {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ds4_text::Read;
     use std::sync::mpsc as std_mpsc;
 
     fn token(n: u32) -> Event {
-        Event::Token { token: n, text: String::new(), logprob: None }
+        Event::Token { token: n, read: Read::default(), logprob: None }
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! What a client asks of the engine and what it hears back.
 
+use std::sync::Arc;
 use std::time::Duration;
+
+use ds4_text::{AnswerFormat, Read};
 
 /// Sampling parameters, already validated by [`SamplingParams::validate`].
 #[derive(Clone, Debug, PartialEq)]
@@ -54,6 +57,8 @@ pub struct GenerateRequest {
     pub sampling: SamplingParams,
     /// Stop strings as bytes; the matched text is not released.
     pub stop: Vec<Vec<u8>>,
+    /// How the answer is read, for a prompt whose answer has parts or a language of its own; `None`: it is plain text.
+    pub format: Option<Arc<dyn AnswerFormat>>,
     /// `Some(k)`: report each token's logprob and the k most likely alternatives (k may be 0).
     pub logprobs: Option<u32>,
     /// Keep generating past end-of-sequence tokens (benchmarks).
@@ -102,6 +107,8 @@ pub struct TokenLogprob {
 pub enum FinishReason {
     /// End-of-sequence token or stop string.
     Stop,
+    /// As [`FinishReason::Stop`], after calls of tools.
+    ToolCalls,
     /// `max_tokens` or the context's end.
     Length,
 }
@@ -115,6 +122,8 @@ pub struct Timings {
     pub cached_tokens: usize,
     /// Generated tokens, the end-of-sequence token included.
     pub completion_tokens: usize,
+    /// Those of them that are reasoning.
+    pub reasoning_tokens: usize,
     /// Time from submission to admission.
     pub queued: Duration,
     /// Time from admission to the first token.
@@ -128,13 +137,14 @@ pub struct Timings {
 pub enum Event {
     /// The request left the queue and its prefill begins.
     Admitted,
-    /// One generated token. `text` is what may be shown now: complete UTF-8, and nothing that could still become a stop string.
+    /// One generated token.
     Token {
         /// Token id.
         token: u32,
-        /// Newly released text, possibly empty.
-        text: String,
-        /// Present when logprobs were asked for.
+        /// What may be shown now, possibly nothing: complete UTF-8, and nothing that could still become a stop string.
+        read: Read,
+        /// Present when logprobs were asked for. What part of the answer it belongs to, `read` of this event or of a later
+        /// one says.
         logprob: Option<TokenLogprob>,
     },
     /// A row of logits as the model gave it, not sanitised; only when [`GenerateRequest::logits`] asks for it.
@@ -144,10 +154,10 @@ pub enum Event {
         /// One logit for each token of the model's output, in id order.
         row: Vec<f32>,
     },
-    /// The end. `text` is what was still held back.
+    /// The end.
     Done {
-        /// Last released text.
-        text: String,
+        /// What was still held back.
+        read: Read,
         /// Why it ended.
         reason: FinishReason,
         /// Counts and times.

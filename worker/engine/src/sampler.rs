@@ -64,6 +64,18 @@ impl Sampler {
         Some(token)
     }
 
+    /// The most likely token after the request's biases, whatever its temperature: for syntax, in which only one token is
+    /// right. Penalties do not apply: markup repeats itself. `None`: the row has nothing to choose from.
+    pub fn best(&mut self, logits: &mut [f32], scratch: &mut Scratch) -> Option<u32> {
+        scratch.undo.clear();
+        self.bias(logits, &mut scratch.undo);
+        let token = select::argmax(logits);
+        for (token, logit) in scratch.undo.drain(..).rev() {
+            logits[token as usize] = logit;
+        }
+        token
+    }
+
     /// Applies penalties and bias in place, remembering what was there.
     #[allow(clippy::cast_precision_loss, reason = "a count of generated tokens is far below 2^24")]
     fn modify(&self, logits: &mut [f32], undo: &mut Vec<(u32, f32)>) {
@@ -77,7 +89,11 @@ impl Sampler {
                 *logit -= count as f32 * p.frequency_penalty + p.presence_penalty;
             }
         }
-        for &(token, bias) in &p.logit_bias {
+        self.bias(logits, undo);
+    }
+
+    fn bias(&self, logits: &mut [f32], undo: &mut Vec<(u32, f32)>) {
+        for &(token, bias) in &self.params.logit_bias {
             let Some(logit) = logits.get_mut(token as usize) else { continue };
             undo.push((token, *logit));
             *logit += bias;
@@ -264,6 +280,24 @@ mod tests {
     fn logits_of(p: &[f64]) -> Vec<f32> {
         // The shift must not matter.
         p.iter().map(|p| log(*p) - 1.5).collect()
+    }
+
+    #[test]
+    fn the_best_token_heeds_biases_and_neither_temperature_nor_penalties() {
+        let p = SamplingParams {
+            temperature: 2.0,
+            frequency_penalty: 2.0,
+            repetition_penalty: 10.0,
+            logit_bias: vec![(2, 5.0)],
+            ..params()
+        };
+        let mut sampler = Sampler::new(p, &[1, 2]);
+        let (mut row, mut scratch) = (vec![0.0, 4.0, 1.0, -1.0], Scratch::default());
+        for _ in 0..50 {
+            assert_eq!(sampler.best(&mut row, &mut scratch), Some(2), "4 is less than 1 + 5");
+            assert_eq!(row, [0.0, 4.0, 1.0, -1.0]);
+        }
+        assert_eq!(Sampler::new(params(), &[]).best(&mut [f32::NEG_INFINITY; 3], &mut scratch), None);
     }
 
     /// Draws `n` times and returns the counts.

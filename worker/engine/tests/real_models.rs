@@ -46,6 +46,7 @@ fn request(prompt: Vec<u32>, max_tokens: usize) -> GenerateRequest {
         max_tokens,
         sampling: SamplingParams::greedy(),
         stop: Vec::new(),
+        format: None,
         logprobs: None,
         ignore_eos: false,
         logits: LogitsWanted::default(),

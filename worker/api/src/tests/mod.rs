@@ -1,6 +1,7 @@
 //! Whole-server tests over real sockets, with the scripted backend behind.
 
 mod cancel;
+mod deepseek_v4;
 mod errors;
 mod framing;
 mod observe;

@@ -229,6 +229,7 @@ async fn a14_a_prefill_of_hours_is_waited_for() {
         backend: Arc::clone(&backend),
         include_usage: false,
         logprobs: false,
+        calls: vec![0],
     };
     let config = ApiConfig::default();
     let limits =

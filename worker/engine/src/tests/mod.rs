@@ -1,5 +1,6 @@
 //! Scheduler tests over the mock model.
 
+mod answers;
 mod batching;
 mod cancel;
 mod failure;
@@ -40,6 +41,7 @@ fn request(prompt: &[u32], max_tokens: usize) -> GenerateRequest {
         max_tokens,
         sampling: SamplingParams::greedy(),
         stop: Vec::new(),
+        format: None,
         logprobs: None,
         ignore_eos: false,
         logits: LogitsWanted::default(),
@@ -60,12 +62,12 @@ impl Heard {
         match event {
             Event::Admitted => {}
             Event::Logits { position, row } => self.rows.push((position, row)),
-            Event::Token { token, text, .. } => {
+            Event::Token { token, read, .. } => {
                 self.tokens.push(token);
-                self.text += &text;
+                self.text += &read.text();
             }
-            Event::Done { text, reason, timings } => {
-                self.text += &text;
+            Event::Done { read, reason, timings } => {
+                self.text += &read.text();
                 self.end = Some(Ok((reason, timings)));
             }
             Event::Failed(e) => self.end = Some(Err(e)),

@@ -20,8 +20,8 @@ fn streamed_text_rejoins_to_the_whole_for_emoji_cjk_and_zwj() {
         let (mut pieces, mut tail) = (Vec::new(), String::new());
         while let Some(event) = rx.blocking_recv() {
             match event {
-                Event::Token { text, .. } => pieces.push(text),
-                Event::Done { text, .. } => tail = text,
+                Event::Token { read, .. } => pieces.push(read.text()),
+                Event::Done { read, .. } => tail = read.text(),
                 _ => {}
             }
         }

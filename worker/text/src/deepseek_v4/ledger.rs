@@ -24,6 +24,9 @@ impl Ledger {
 
     /// The next `len` bytes are of this kind.
     pub(super) fn place(&mut self, len: usize, kind: Kind) {
+        if len == 0 {
+            return;
+        }
         let start = self.placed();
         match self.spans.back_mut() {
             Some((end, last)) if *last == kind => *end += len,
@@ -97,7 +100,9 @@ mod tests {
         assert_eq!(l.settle(None), [Part::Reasoning]);
         l.place(8, Kind::Markup);
         l.place(1, Kind::Content);
-        l.place(2, Kind::Space);
+        l.place(1, Kind::Space);
+        l.place(0, Kind::Content);
+        l.place(1, Kind::Space);
         assert_eq!(l.settle(None), [Part::Hidden, Part::Text, Part::Hidden]);
         l.token(Some(20));
         assert_eq!(l.settle(None), []);
