@@ -1,6 +1,7 @@
 //! What a synthetic model is: its metadata with a tokenizer, its tensors, and how each is filled.
 
 use anyhow::{Context as _, ensure};
+use ds4_manifests::catalog::ExpectedTensor;
 use ds4_manifests::{Catalog, GgmlType, Metadata, StringTable, Value};
 use ds4_settings::EXIT_USAGE;
 
@@ -38,6 +39,15 @@ pub enum Recipe {
     F32,
 }
 
+/// Which file of the model.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq)]
+pub enum Part {
+    /// The model itself
+    Model,
+    /// Its prediction block, for `--mtp` of a server that serves the model of the same shape
+    Mtp,
+}
+
 /// One tensor.
 pub struct Tensor {
     /// Name.
@@ -63,8 +73,8 @@ impl Model {
     ///
     /// # Errors
     /// F32 in full size: no machine has a use for it.
-    pub fn plan(family: Family, shape: Shape, recipe: Recipe, seed: u64) -> anyhow::Result<Self> {
-        if shape == Shape::Full && recipe == Recipe::F32 {
+    pub fn plan(family: Family, part: Part, shape: Shape, recipe: Recipe, seed: u64) -> anyhow::Result<Self> {
+        if shape == Shape::Full && recipe == Recipe::F32 && part == Part::Model {
             return Err(Failure::error(EXIT_USAGE, "--recipe f32 would be over 1 TB in full size; use q2 or q4"));
         }
         let catalog = Catalog::builtin();
@@ -95,28 +105,43 @@ impl Model {
             Shape::Small => " small",
             Shape::Tiny => " tiny",
         };
-        metadata.set("general.name", Value::String(format!("{}{size} (synthetic)", real.title)));
-        metadata.set("ds4.synthetic", Value::Bool(true));
-        metadata.set("ds4.synthetic.seed", Value::U64(seed));
+        label(&mut metadata, format!("{}{size} (synthetic)", real.title), seed);
         let vocab = metadata.u64("deepseek4.vocab_size").context("no vocabulary")?;
         tokenizer(&mut metadata, usize::try_from(vocab)?)?;
 
         let entry = if shape == Shape::Full { Some(real) } else { catalog.entry("dev-deepseek4") };
         let found = catalog.expand(entry.context("the catalog has no development entry")?, &metadata)?;
         let experts = found.hyper.int("experts").context("no experts")?;
-        let tensors = found
-            .tensors()
-            .into_iter()
-            .map(|t| {
-                let fill = match t.role {
-                    "table" => Fill::Distinct { used: t.shape[0], below: experts },
-                    _ => Fill::Random(spread(&t.name, t.shape[0])),
-                };
-                Tensor { ty: type_of(&t.name, t.role, shape, recipe), name: t.name, shape: t.shape, fill }
-            })
-            .collect();
+        let tensor = |t: ExpectedTensor<'_>| {
+            let fill = match t.role {
+                "table" => Fill::Distinct { used: t.shape[0], below: experts },
+                _ => Fill::Random(spread(&t.name, t.shape[0])),
+            };
+            let ty = match (part, t.role) {
+                // As the published block has it.
+                (Part::Mtp, "mixer" | "small") => GgmlType::F32,
+                _ => type_of(&t.name, t.role, shape, recipe),
+            };
+            Tensor { ty, name: t.name, shape: t.shape, fill }
+        };
+        if part == Part::Model {
+            let tensors = found.tensors().into_iter().map(tensor).collect();
+            return Ok(Self { metadata, tensors });
+        }
+        let drafter = catalog.drafter_of(&found.family.name).context("the catalog has lost the prediction block")?;
+        let tensors = drafter.tensors(&found).into_iter().map(tensor).collect();
+        let mut metadata = Metadata::default();
+        metadata.set("general.architecture", Value::String(drafter.family.clone()));
+        label(&mut metadata, format!("{}{size} MTP (synthetic)", real.title), seed);
         Ok(Self { metadata, tensors })
     }
+}
+
+/// What says that the weights mean nothing.
+fn label(metadata: &mut Metadata, name: String, seed: u64) {
+    metadata.set("general.name", Value::String(name));
+    metadata.set("ds4.synthetic", Value::Bool(true));
+    metadata.set("ds4.synthetic.seed", Value::U64(seed));
 }
 
 fn smaller(shape: Shape) -> &'static [(&'static str, u64)] {
@@ -284,7 +309,7 @@ mod tests {
     #[test]
     fn deepseek_v4_synth_in_full_size_is_the_published_file() {
         for (recipe, size) in [(Recipe::Q2, 86_714_775_900), (Recipe::Q4, 164_628_167_004)] {
-            let model = Model::plan(Family::DeepseekV4Flash, Shape::Full, recipe, 1).unwrap();
+            let model = Model::plan(Family::DeepseekV4Flash, Part::Model, Shape::Full, recipe, 1).unwrap();
             assert_eq!((model.tensors.len(), bytes(&model)), (1328, size));
             let tokens = model.metadata.strings("tokenizer.ggml.tokens").unwrap();
             assert_eq!(tokens.len(), REAL_VOCAB);
@@ -292,15 +317,28 @@ mod tests {
                 assert_eq!(tokens.get(id), Some(text.as_bytes()));
             }
         }
-        assert!(Model::plan(Family::DeepseekV4Flash, Shape::Full, Recipe::F32, 1).is_err());
-        let pro = Model::plan(Family::DeepseekV4Pro, Shape::Full, Recipe::Q4, 1).unwrap();
+        assert!(Model::plan(Family::DeepseekV4Flash, Part::Model, Shape::Full, Recipe::F32, 1).is_err());
+        let pro = Model::plan(Family::DeepseekV4Pro, Part::Model, Shape::Full, Recipe::Q4, 1).unwrap();
         assert_eq!(pro.tensors.len(), 1894);
+    }
+
+    #[test]
+    fn deepseek_v4_synth_of_the_prediction_block_has_the_published_count_and_size() {
+        let plan = |recipe| Model::plan(Family::DeepseekV4Flash, Part::Mtp, Shape::Full, recipe, 1).unwrap();
+        let published = plan(Recipe::Q4);
+        assert_eq!(published.tensors.len(), 32);
+        // 3.80 GB with F16 mixers and router; those are 2 to 4 million values.
+        assert!((3_800_000_000..3_810_000_000).contains(&bytes(&published)), "{}", bytes(&published));
+        assert!(bytes(&plan(Recipe::Q2)) < bytes(&published));
+        let pro = Model::plan(Family::DeepseekV4Pro, Part::Mtp, Shape::Full, Recipe::Q4, 1).unwrap();
+        let shape = |m: &Model, n: &str| m.tensors.iter().find(|t| t.name == n).unwrap().shape.clone();
+        assert_eq!(shape(&pro, "mtp.0.e_proj.weight"), [7168, 7168]);
     }
 
     #[test]
     fn deepseek_v4_synth_tokens_are_all_different_and_cover_every_byte() {
         for shape in [Shape::Tiny, Shape::Small, Shape::Full] {
-            let model = Model::plan(Family::DeepseekV4Flash, shape, Recipe::Q2, 1).unwrap();
+            let model = Model::plan(Family::DeepseekV4Flash, Part::Model, shape, Recipe::Q2, 1).unwrap();
             let tokens = model.metadata.strings("tokenizer.ggml.tokens").unwrap();
             let different: std::collections::HashSet<&[u8]> = tokens.iter().collect();
             assert_eq!(different.len(), tokens.len(), "{shape:?}");
@@ -312,7 +350,7 @@ mod tests {
 
     #[test]
     fn deepseek_v4_synth_small_has_about_a_hundred_million_weights() {
-        let model = Model::plan(Family::DeepseekV4Flash, Shape::Small, Recipe::Q2, 1).unwrap();
+        let model = Model::plan(Family::DeepseekV4Flash, Part::Model, Shape::Small, Recipe::Q2, 1).unwrap();
         let weights: u64 = model.tensors.iter().map(|t| t.shape.iter().product::<u64>()).sum();
         assert!((80_000_000..140_000_000).contains(&weights), "{weights}");
     }

@@ -11,7 +11,7 @@ use ds4_manifests::{GgmlType, GgufPlan};
 use ds4_settings::EXIT_USAGE;
 
 use super::blocks::{Fill, fill, key};
-use super::shape::{Family, Model, Recipe, Shape, Tensor};
+use super::shape::{Family, Model, Part, Recipe, Shape, Tensor};
 use crate::failure::Failure;
 
 /// `ds4 gguf synth`.
@@ -25,6 +25,9 @@ pub struct SynthArgs {
     /// Model to imitate
     #[arg(long, value_enum, default_value_t = Family::DeepseekV4Flash)]
     family: Family,
+    /// File to make of it
+    #[arg(long, value_enum, default_value_t = Part::Model)]
+    part: Part,
     /// Dimensions
     #[arg(long, value_enum)]
     shape: Shape,
@@ -50,7 +53,7 @@ const PIECE: u64 = 1 << 20;
 
 /// Runs it.
 pub fn synth(args: &SynthArgs) -> anyhow::Result<()> {
-    let model = Model::plan(args.family, args.shape, args.recipe, args.seed)?;
+    let model = Model::plan(args.family, args.part, args.shape, args.recipe, args.seed)?;
     let table: Vec<(&str, GgmlType, &[u64])> =
         model.tensors.iter().map(|t| (t.name.as_str(), t.ty, t.shape.as_slice())).collect();
     let plan = GgufPlan::new(&model.metadata, &table)?;
@@ -150,6 +153,7 @@ mod tests {
     fn args(dir: &Path, name: &str, recipe: Recipe, threads: u32) -> SynthArgs {
         SynthArgs {
             family: Family::DeepseekV4Flash,
+            part: Part::Model,
             shape: Shape::Tiny,
             recipe,
             seed: 7,
@@ -179,6 +183,27 @@ mod tests {
             assert!(synth(&one).unwrap_err().to_string().contains("--force"));
             std::fs::remove_file(&one.output).unwrap();
             std::fs::remove_file(&four.output).unwrap();
+        }
+    }
+
+    #[test]
+    fn deepseek_v4_synth_prediction_blocks_fit_the_model_of_the_same_flags() {
+        let dir = tempfile::tempdir().unwrap();
+        let catalog = Catalog::builtin();
+        for shape in [Shape::Tiny, Shape::Small] {
+            let model = SynthArgs { shape, ..args(dir.path(), "model", Recipe::Q2, 2) };
+            let block = SynthArgs { part: Part::Mtp, shape, ..args(dir.path(), "block", Recipe::Q2, 2) };
+            synth(&model).unwrap();
+            synth(&block).unwrap();
+            let (model, block) = (GgufModel::open(&model.output).unwrap(), GgufModel::open(&block.output).unwrap());
+            let base = catalog.identify(&model.metadata, &model.tensors, true).unwrap();
+            let found = catalog.identify_drafter(&block.metadata, &block.tensors, true).unwrap().unwrap();
+            assert_eq!(found.family, "deepseek4-mtp");
+            assert!(found.name.starts_with("deepseek-v4-flash-") && found.name.ends_with("-mtp-synthetic"));
+            assert_eq!(catalog.drafter(found.family).unwrap().difference(&base, &block.tensors), None);
+            assert!(catalog.identify_drafter(&model.metadata, &model.tensors, true).is_none());
+            std::fs::remove_file(dir.path().join("model")).unwrap();
+            std::fs::remove_file(dir.path().join("block")).unwrap();
         }
     }
 
