@@ -59,6 +59,15 @@ pub struct Flags {
     /// Most prompt tokens in one step; a quarter of it while others decode
     #[arg(long, env = "DS4_PREFILL_CHUNK", value_name = "TOKENS")]
     pub prefill_chunk: Option<u32>,
+    /// Most checkpoints of a sequence, where its state cannot be cut back at any token (DeepSeek V4); 0: none
+    #[arg(long, env = "DS4_CHECKPOINTS", value_name = "N")]
+    pub checkpoints: Option<u32>,
+    /// Tokens after which a growing sequence gets a checkpoint
+    #[arg(long, env = "DS4_CHECKPOINT_INTERVAL", value_name = "TOKENS")]
+    pub checkpoint_interval: Option<u32>,
+    /// Most memory of all checkpoints
+    #[arg(long, env = "DS4_CHECKPOINT_MIB", value_name = "MIB")]
+    pub checkpoint_mib: Option<u32>,
     /// Compute threads [default: as many as this process may use]
     #[arg(long, env = "DS4_THREADS", value_name = "N")]
     pub threads: Option<u32>,
@@ -125,6 +134,9 @@ fn defaults() -> Flags {
         max_batch: n(engine.max_batch),
         max_queue: n(engine.max_queue),
         prefill_chunk: n(engine.prefill_chunk),
+        checkpoints: n(engine.checkpoints),
+        checkpoint_interval: n(engine.checkpoint_interval),
+        checkpoint_mib: n(engine.checkpoint_bytes >> 20),
         threads: std::thread::available_parallelism().ok().and_then(|t| n(t.get())),
         drain_deadline: Some(30),
         stall_timeout: s(engine.stall_timeout),
@@ -155,6 +167,9 @@ pub fn resolve(cli: &Cli, origins: &Origins) -> Result<(Options, Layered<Flags>)
         max_queue: n(v.max_queue),
         prefill_chunk: n(v.prefill_chunk),
         prefill_chunk_busy: n(v.prefill_chunk).div_ceil(4),
+        checkpoints: n(v.checkpoints),
+        checkpoint_interval: n(v.checkpoint_interval),
+        checkpoint_bytes: n(v.checkpoint_mib) << 20,
         stall_timeout: s(v.stall_timeout),
         ..EngineConfig::default()
     };
@@ -206,11 +221,14 @@ fn check(v: &Flags, problems: &mut Problems) {
     {
         problems.key("expect-blake3", format_args!("is {hex:?}, which is not a BLAKE3 of 64 hexadecimal digits"));
     }
-    let ranges: [(&str, Option<u32>, u32, u32); 12] = [
+    let ranges: [(&str, Option<u32>, u32, u32); 15] = [
         ("ctx", v.ctx, 2, 1 << 24),
         ("max-batch", v.max_batch, 1, 1024),
         ("max-queue", v.max_queue, 1, 1 << 20),
         ("prefill-chunk", v.prefill_chunk, 1, 1 << 16),
+        ("checkpoints", v.checkpoints, 0, 64),
+        ("checkpoint-interval", v.checkpoint_interval, 1, 1 << 24),
+        ("checkpoint-mib", v.checkpoint_mib, 0, 1 << 20),
         ("threads", v.threads, 1, 4096),
         ("stall-timeout", v.stall_timeout, 1, u32::MAX),
         ("header-timeout", v.header_timeout, 1, u32::MAX),
@@ -258,6 +276,12 @@ mod tests {
         assert_eq!((o.http.to_string(), o.engine.context, o.engine.max_batch), ("127.0.0.1:8080".into(), 8192, 16));
         assert_eq!((o.api.max_body, o.engine.max_queue), (64 << 20, 256));
         assert_eq!(o.drain_deadline, Duration::from_secs(30));
+        assert_eq!(
+            (o.engine.checkpoints, o.engine.checkpoint_interval, o.engine.checkpoint_bytes),
+            (8, 1024, 512 << 20)
+        );
+        let o = run(&["--checkpoints", "0", "--checkpoint-interval=7", "--checkpoint-mib=0"]).unwrap();
+        assert_eq!((o.engine.checkpoints, o.engine.checkpoint_interval, o.engine.checkpoint_bytes), (0, 7, 0));
     }
 
     #[test]
