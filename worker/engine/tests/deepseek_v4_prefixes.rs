@@ -1,10 +1,8 @@
 //! DeepSeek V4 under the engine: what prompts share with earlier ones is taken from checkpoints, and never changes an answer.
 
 #[path = "../../models/tests/support/seeded.rs"]
-#[allow(dead_code, reason = "shared with other tests")]
 mod seeded;
 #[path = "../../models/tests/support/mod.rs"]
-#[allow(dead_code, reason = "shared with other tests")]
 mod support;
 
 use std::sync::Arc;

@@ -4,9 +4,7 @@
 //! must come out again bit for bit.
 
 #[path = "support/seeded.rs"]
-#[allow(dead_code, reason = "shared with other tests")]
 mod seeded;
-#[allow(dead_code, reason = "shared with other tests")]
 mod support;
 
 use ds4_kernels::cpu::{CpuBank, CpuCheckpoint};
@@ -185,7 +183,7 @@ fn survives(name: &str, numerics: KvNumerics) {
         other.reset(&detour(if at % 2 == 0 { 300 } else { 3 }));
         let session = other.restore(&payload).unwrap();
         assert_eq!(session.tokens, ids[..at], "{name} at {at}");
-        same(&[session.logits.clone()], &[logits.clone()], "saved logits");
+        same(std::slice::from_ref(&session.logits), std::slice::from_ref(&logits), "saved logits");
         assert!(other.save(&session.logits) == payload, "{name} at {at}: saved again, other bytes");
         live.rewind(&checkpoint, at);
         assert!(other.state() == live.state(), "{name} at {at}: other state");

@@ -115,7 +115,7 @@ impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
     fn check(&self, piece: &Piece<'_>) -> Result<(), SessionError> {
         let kind = self.spec.slots[piece.slot];
         let impossible =
-            |(i, v): &(usize, &f32)| !v.is_finite() && !(*i >= piece.scores_from && **v == f32::NEG_INFINITY);
+            |(i, v): &(usize, &f32)| !(v.is_finite() || *i >= piece.scores_from && **v == f32::NEG_INFINITY);
         if let Some((_, value)) = piece.rows.iter().enumerate().find(impossible) {
             return Err(SessionError::Value { place: piece.place(), value: *value });
         }

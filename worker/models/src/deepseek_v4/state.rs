@@ -118,5 +118,10 @@ mod tests {
         let measured = (spec.bytes(1 << 20) - spec.bytes(1 << 19)) as f64 / f64::from(1u32 << 19);
         assert!((measured - exact).abs() < 0.01, "{measured} {exact}");
         assert!(spec.bytes_per_token() <= 5 * 1024, "{}", spec.bytes_per_token());
+        // A checkpoint: 128 raw rows a layer in f16, and frontiers of values and scores in f32, 8 slots of 1024 and 256 for
+        // ratio 4, 128 of 512 for ratio 128.
+        let checkpoint = 43 * 128 * 512 * 2 + 21 * 8 * (1024 + 256) * 8 + 20 * 128 * 512 * 8;
+        assert_eq!([128, 1 << 20].map(|n| spec.checkpoint_bytes(n)), [checkpoint; 2]);
+        assert_eq!(checkpoint, 17_842_176);
     }
 }
