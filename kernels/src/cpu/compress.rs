@@ -1,6 +1,9 @@
 //! Compressors on the CPU: the frontier of open windows, pooling, and the finished rows.
 
+use crate::cpu::attention::SpanView;
 use crate::cpu::elementwise;
+use crate::cpu::isa::multiversion;
+use crate::cpu::lanes::{Lanes, N};
 use crate::cpu::state_rows;
 use crate::cpu::{CpuBuffer, CpuDevice, CpuStep};
 use crate::math::lowp;
@@ -34,21 +37,50 @@ impl<'a> Frontier<'a> {
             *o = s + a;
         }
     }
+}
 
-    /// Softmax over the candidates' scores per channel, weighted sum of values. Candidates are `(slot, first channel)`.
-    fn pool(&self, candidates: &[(usize, usize)], out: &mut [f32]) {
-        for (c, o) in out.iter_mut().enumerate() {
-            let at = |(slot, first): &(usize, usize)| slot * self.width + first + c;
-            let max = candidates.iter().fold(f32::NEG_INFINITY, |m, x| m.max(self.scores[at(x)]));
-            let (mut sum, mut acc) = (0.0f32, 0.0f32);
-            for x in candidates {
-                let e = (self.scores[at(x)] - max).exp();
-                sum += e;
-                acc += e * self.values[at(x)];
-            }
-            *o = acc / sum;
-        }
+/// One token's part in a pooling: its values, scores and position biases for the row's channels.
+#[derive(Clone, Copy)]
+struct Candidate<'a> {
+    values: &'a [f32],
+    scores: &'a [f32],
+    bias: &'a [f32],
+}
+
+/// Channels `16 c ..` of a slice, padded with zeros.
+#[inline(always)]
+fn load<L: Lanes>(x: &[f32], c: usize) -> L {
+    let rest = &x[N * c..];
+    if let Some(x) = rest.first_chunk() {
+        return L::load(x);
     }
+    let mut padded = [0.0; N];
+    padded[..rest.len()].copy_from_slice(rest);
+    L::load(&padded)
+}
+
+#[inline(always)]
+fn pool_impl<L: Lanes>(candidates: &[Candidate<'_>], out: &mut [f32]) {
+    for (c, out) in out.chunks_mut(N).enumerate() {
+        let mut max = L::splat(f32::NEG_INFINITY);
+        for x in candidates {
+            max = load::<L>(x.scores, c).add(load(x.bias, c)).max(max);
+        }
+        let (mut sum, mut acc) = (L::splat(0.0), L::splat(0.0));
+        for x in candidates {
+            let e = elementwise::exp(load::<L>(x.scores, c).add(load(x.bias, c)).sub(max));
+            sum = sum.add(e);
+            acc = e.fma(load(x.values, c), acc);
+        }
+        let mut pooled = [0.0; N];
+        acc.div(sum).store(&mut pooled);
+        out.copy_from_slice(&pooled[..out.len()]);
+    }
+}
+
+multiversion! {
+    /// Softmax over the candidates' scores per channel, weighted sum of values.
+    fn pool = pool_impl(candidates: &[Candidate<'_>], out: &mut [f32]);
 }
 
 /// Rounds a finished row as the profile wants it.
@@ -67,7 +99,43 @@ fn round(c: &Compressor<'_, CpuDevice>, row: &mut [f32]) {
     }
 }
 
+/// Where the tokens of one span come from.
+struct Source<'a> {
+    span: &'a SpanView,
+    /// The frontier as earlier steps left it: values, then scores.
+    frontier: (&'a [f32], &'a [f32]),
+    width: usize,
+    values: &'a CpuBuffer,
+    scores: &'a CpuBuffer,
+    /// `[ratio, width]`; rows of positions that the step does not have are zero.
+    ape: &'a [f32],
+    /// As wide as a row: the bias of scores that have theirs.
+    zero: &'a [f32],
+}
+
+impl Source<'_> {
+    /// The token at `pos` as a candidate with `dim` channels from `first`. `slot` is its place in
+    /// the frontier if it came in an earlier step.
+    fn candidate(&self, pos: usize, ratio: usize, slot: usize, first: usize, dim: usize) -> Candidate<'_> {
+        let (width, channels) = (self.width, first..first + dim);
+        if pos >= self.span.first_pos {
+            let row = self.span.first_row + pos - self.span.first_pos;
+            let bias = &self.ape[pos % ratio * width..(pos % ratio + 1) * width];
+            return Candidate {
+                values: &self.values.row(row)[channels.clone()],
+                scores: &self.scores.row(row)[channels.clone()],
+                bias: &bias[channels],
+            };
+        }
+        let at = slot * width + first..slot * width + first + dim;
+        Candidate { values: &self.frontier.0[at.clone()], scores: &self.frontier.1[at], bias: self.zero }
+    }
+}
+
 /// Takes the step's projections into the frontiers and writes the rows that they finish.
+///
+/// Rows are pooled in parallel: their tokens are read where the step has them, and from the frontier, as earlier steps left it,
+/// where it does not. The frontiers are brought up to date afterwards.
 pub(crate) fn compress(
     device: &CpuDevice,
     step: &CpuStep,
@@ -75,39 +143,61 @@ pub(crate) fn compress(
     values: &CpuBuffer,
     scores: &CpuBuffer,
 ) {
-    let width = if c.overlap { 2 * c.dim } else { c.dim };
+    let (ratio, width) = (c.ratio, if c.overlap { 2 * c.dim } else { c.dim });
     assert!(values.width() == width && scores.width() == width, "compressor projections of another width");
-    let ape = c.ape.f32_rows();
+    assert!(step.distinct_banks(), "two spans of one bank in a step of a model with recurrent state");
     let isa = device.isa();
+    let mut ape = vec![0.0; ratio * width];
+    let mut known = vec![false; ratio];
+    for pos in step.positions() {
+        if !std::mem::replace(&mut known[pos % ratio], true) {
+            c.ape.row(pos % ratio, &mut ape[pos % ratio * width..(pos % ratio + 1) * width]);
+        }
+    }
+    let zero = vec![0.0; width];
+    let windows: Vec<(&SpanView, usize)> = step
+        .spans
+        .iter()
+        .flat_map(|s| (s.first_pos / ratio..(s.first_pos + s.rows) / ratio).map(move |window| (s, window)))
+        .collect();
+    // Own window's slots come second where there is a previous one.
+    let own = if c.overlap { ratio } else { 0 };
+    device.pool.run(windows.len(), 1, &|range| {
+        let (mut row, mut normed) = (vec![0.0; c.dim], vec![0.0; c.dim]);
+        for (span, window) in &windows[range] {
+            let bank = &step.banks[span.bank];
+            let frontier = state_rows::fixed_read(bank, c.frontier_slot);
+            let frontier = frontier.split_at(frontier.len() / 2);
+            let source = Source { span, frontier, width, values, scores, ape: &ape, zero: &zero };
+            let first = window * ratio;
+            let mut candidates = Vec::with_capacity(2 * ratio);
+            if c.overlap && *window > 0 {
+                // A previous window that this span began in is still the frontier's open one.
+                let slots = if first - ratio < span.first_pos && span.first_pos < first { own } else { 0 };
+                candidates.extend((0..ratio).map(|j| source.candidate(first - ratio + j, ratio, slots + j, 0, c.dim)));
+            }
+            let second = width - c.dim;
+            candidates.extend((0..ratio).map(|j| source.candidate(first + j, ratio, own + j, second, c.dim)));
+            pool(isa, &candidates, &mut row);
+            elementwise::rms_norm(isa, &row, c.norm.vector(), c.eps, &mut normed);
+            device.rotate_tail(c.rope, first, c.dim, false, &mut normed);
+            round(c, &mut normed);
+            state_rows::write(isa, bank, c.rows_slot, *window, &normed);
+        }
+    });
     device.for_spans(step, &|span, bank| {
         let mut frontier = Frontier::new(state_rows::fixed(bank, c.frontier_slot), width);
         if span.first_pos == 0 {
             frontier.reset();
         }
-        // Own windows; with overlap the previous window's first half takes part, and its second half in the own one.
-        let (open, candidates): (usize, Vec<(usize, usize)>) = if c.overlap {
-            let previous = (0..c.ratio).map(|j| (j, 0));
-            (c.ratio, previous.chain((0..c.ratio).map(|j| (c.ratio + j, c.dim))).collect())
-        } else {
-            (0, (0..c.ratio).map(|j| (j, 0)).collect())
-        };
-        let mut row = vec![0.0; c.dim];
-        let mut normed = vec![0.0; c.dim];
-        for i in 0..span.rows {
-            let (pos, at) = (span.first_pos + i, span.first_row + i);
-            let j = pos % c.ratio;
-            frontier.put(open + j, values.row(at), scores.row(at), &ape[j * width..(j + 1) * width]);
-            if j + 1 < c.ratio {
-                continue;
-            }
-            frontier.pool(&candidates, &mut row);
-            elementwise::rms_norm(isa, &row, c.norm.vector(), c.eps, &mut normed);
-            let window = pos / c.ratio;
-            device.rotate_tail(c.rope, window * c.ratio, c.dim, false, &mut normed);
-            round(c, &mut normed);
-            state_rows::write(isa, bank, c.rows_slot, window, &normed);
-            if c.overlap {
-                let n = c.ratio * width;
+        // Nothing of tokens before the last complete window is left in the end.
+        let end = span.first_pos + span.rows;
+        let from = (end / ratio).saturating_sub(1) * ratio;
+        for pos in from.max(span.first_pos)..end {
+            let (at, j) = (span.first_row + pos - span.first_pos, pos % ratio);
+            frontier.put(own + j, values.row(at), scores.row(at), &ape[j * width..(j + 1) * width]);
+            if c.overlap && j + 1 == ratio {
+                let n = ratio * width;
                 frontier.values.copy_within(n.., 0);
                 frontier.scores.copy_within(n.., 0);
             }
@@ -118,24 +208,24 @@ pub(crate) fn compress(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::isa::Isa;
 
     #[test]
     fn pooling_is_a_softmax_per_channel() {
-        let mut memory = vec![0.0; 2 * 2 * 2];
-        let mut f = Frontier::new(&mut memory, 2);
-        f.reset();
-        f.put(0, &[1.0, 10.0], &[0.0, 0.0], &[0.0, 0.0]);
-        f.put(1, &[3.0, 20.0], &[3f32.ln(), 0.0], &[0.0, 0.0]);
-        let mut out = [0.0; 2];
-        f.pool(&[(0, 0), (1, 0)], &mut out);
-        // Weights 1/4 and 3/4 in the first channel, halves in the second.
-        assert!((out[0] - 2.5).abs() < 1e-6 && (out[1] - 15.0).abs() < 1e-5, "{out:?}");
-        // A slot that was never put has no say.
-        let mut memory = vec![0.0; 2 * 2 * 2];
-        let mut f = Frontier::new(&mut memory, 2);
-        f.reset();
-        f.put(1, &[3.0, 20.0], &[-50.0, 0.0], &[0.0, 0.0]);
-        f.pool(&[(0, 0), (1, 0)], &mut out);
-        assert_eq!(out, [3.0, 20.0]);
+        let scores = [[0.0, 0.0], [3f32.ln() - 1.0, -0.5]];
+        let bias = [[0.0, 0.0], [1.0, 0.5]];
+        let values = [[1.0, 10.0], [3.0, 20.0]];
+        let candidates: Vec<_> =
+            (0..2).map(|i| Candidate { values: &values[i], scores: &scores[i], bias: &bias[i] }).collect();
+        for isa in Isa::available() {
+            let mut out = [0.0; 2];
+            pool(isa, &candidates, &mut out);
+            // Weights 1/4 and 3/4 in the first channel, halves in the second.
+            assert!((out[0] - 2.5).abs() < 1e-6 && (out[1] - 15.0).abs() < 1e-5, "{out:?}");
+            // One that was never put has no say.
+            let absent = Candidate { scores: &[f32::NEG_INFINITY; 2], ..candidates[0] };
+            pool(isa, &[absent, candidates[1]], &mut out);
+            assert_eq!(out, [3.0, 20.0]);
+        }
     }
 }

@@ -1,99 +1,254 @@
-//! Products with plain floats: F32, F16 and BF16 weights.
+//! Products with plain floats: F32, F16 and BF16 weights, and rows of f32 (attention).
 //!
-//! Sixteen outputs form a *panel*. Its weights are decoded to f32 and transposed once (`tile[k][output]`), then meet every
-//! activation row. Per output and row: two running sums, over even and odd `k`, each in order, added at the end.
+//! Per output and row: sixteen running sums, sum `l` over the inputs `l, l + 16, l + 32, …` in order, folded at the end as
+//! [`Lanes::sum`] does it. Inputs lie along the lanes as they lie in memory, so weights are widened on the way into a register and
+//! nothing is transposed; how many rows and outputs share a register tile changes no bits.
+
+#![allow(clippy::needless_range_loop, reason = "indices name registers, rows and outputs")]
 
 use ds4_manifests::GgmlType;
 
 use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N, array};
 
-/// Elements `at..at + 16` of a row of bytes; elements past its end are zero.
+/// Rows of plain floats in some storage.
+trait Rows: Copy {
+    /// Elements `16 k .. 16 k + 16` of row `row`.
+    fn load<L: Lanes>(&self, row: usize, k: usize) -> L;
+    /// The elements of row `row` from `16 k` on, fewer than 16, padded with zeros.
+    fn tail<L: Lanes>(&self, row: usize, k: usize) -> L;
+}
+
+macro_rules! stored {
+    ($name:ident, $bytes:literal, $load:expr) => {
+        /// Little-endian rows of one type.
+        #[derive(Clone, Copy)]
+        struct $name<'a>(&'a [&'a [u8]]);
+
+        impl Rows for $name<'_> {
+            #[inline(always)]
+            fn load<L: Lanes>(&self, row: usize, k: usize) -> L {
+                let bytes: &[u8; $bytes * N] = self.0[row][$bytes * N * k..].first_chunk().expect("16 elements");
+                $load(bytes)
+            }
+            #[inline(always)]
+            fn tail<L: Lanes>(&self, row: usize, k: usize) -> L {
+                let rest = &self.0[row][$bytes * N * k..];
+                let mut bytes = [0; $bytes * N];
+                bytes[..rest.len()].copy_from_slice(rest);
+                $load(&bytes)
+            }
+        }
+    };
+}
+
 #[inline(always)]
-fn load<L: Lanes>(ty: GgmlType, row: &[u8], at: usize) -> L {
+fn halves<L: Lanes>(bytes: &[u8; 2 * N]) -> L {
+    L::load_f16(&array!(N, 0u16, |i| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])))
+}
+
+stored!(F32Rows, 4, L::load_bytes);
+stored!(F16Rows, 2, halves);
+stored!(Bf16Rows, 2, L::load_bf16);
+
+/// Rows of f32, `stride` apart.
+#[derive(Clone, Copy)]
+struct Plain<'a> {
+    data: &'a [f32],
+    stride: usize,
+    width: usize,
+}
+
+impl Rows for Plain<'_> {
     #[inline(always)]
-    fn part<const B: usize>(row: &[u8], at: usize) -> [u8; B] {
-        if let Some(bytes) = row[at..].first_chunk() {
-            return *bytes;
-        }
-        let mut bytes = [0; B];
-        bytes[..row.len() - at].copy_from_slice(&row[at..]);
-        bytes
+    fn load<L: Lanes>(&self, row: usize, k: usize) -> L {
+        L::load(self.data[row * self.stride + N * k..].first_chunk().expect("16 elements"))
     }
-    match ty {
-        GgmlType::F32 => L::load_bytes(&part(row, 4 * at)),
-        GgmlType::BF16 => L::load_bf16(&part(row, 2 * at)),
-        GgmlType::F16 => {
-            let bytes: [u8; 2 * N] = part(row, 2 * at);
-            L::load_f16(&array!(N, 0u16, |i| u16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]])))
+    #[inline(always)]
+    fn tail<L: Lanes>(&self, row: usize, k: usize) -> L {
+        let rest = &self.data[row * self.stride + N * k..row * self.stride + self.width];
+        let mut x = [0.0; N];
+        x[..rest.len()].copy_from_slice(rest);
+        L::load(&x)
+    }
+}
+
+/// `out[r][o] = x[r] · w[o]` for `R` rows from `first` and `count` outputs, `C` outputs at a time.
+#[inline(always)]
+fn block<L: Lanes, W: Rows, const R: usize, const C: usize>(
+    x: Plain<'_>,
+    first: usize,
+    w: W,
+    count: usize,
+    out: &mut [[f32; N]],
+) {
+    let mut all = [[L::splat(0.0); N]; R];
+    let full = x.width / N;
+    let mut o = 0;
+    while o < count {
+        // Outputs past the last are computed as the last one again, and dropped.
+        let index = array!(C, 0, |i| (o + i).min(count - 1));
+        let mut acc = [[L::splat(0.0); C]; R];
+        for k in 0..full {
+            let weights = array!(C, L::splat(0.0), |i| w.load::<L>(index[i], k));
+            for r in 0..R {
+                let v = x.load::<L>(first + r, k);
+                for c in 0..C {
+                    acc[r][c] = v.fma(weights[c], acc[r][c]);
+                }
+            }
         }
+        if !x.width.is_multiple_of(N) {
+            for r in 0..R {
+                let v = x.tail::<L>(first + r, full);
+                for c in 0..C {
+                    acc[r][c] = v.fma(w.tail::<L>(index[c], full), acc[r][c]);
+                }
+            }
+        }
+        for r in 0..R {
+            for c in 0..C.min(N - o) {
+                all[r][o + c] = acc[r][c];
+            }
+        }
+        o += C;
+    }
+    for r in 0..R {
+        L::sums(&all[r]).store(&mut out[r]);
+    }
+}
+
+#[inline(always)]
+fn all_rows<L: Lanes, W: Rows>(x: Plain<'_>, w: W, count: usize, out: &mut [[f32; N]]) {
+    let mut r = 0;
+    while r < out.len() {
+        let left = out.len() - r;
+        let o = &mut out[r..];
+        if L::WIDE && left >= 4 {
+            block::<L, W, 4, 4>(x, r, w, count, o);
+            r += 4;
+        } else if left >= 2 {
+            if L::WIDE {
+                block::<L, W, 2, 4>(x, r, w, count, o);
+            } else {
+                block::<L, W, 2, 2>(x, r, w, count, o);
+            }
+            r += 2;
+        } else {
+            if L::WIDE {
+                block::<L, W, 1, 8>(x, r, w, count, o);
+            } else {
+                block::<L, W, 1, 4>(x, r, w, count, o);
+            }
+            r += 1;
+        }
+    }
+}
+
+#[inline(always)]
+fn product_impl<L: Lanes>(ty: GgmlType, rows: &[&[u8]], cols: usize, x: &[f32], out: &mut [[f32; N]]) {
+    let plain = Plain { data: x, stride: cols, width: cols };
+    match ty {
+        GgmlType::F32 => all_rows::<L, _>(plain, F32Rows(rows), rows.len(), out),
+        GgmlType::F16 => all_rows::<L, _>(plain, F16Rows(rows), rows.len(), out),
+        GgmlType::BF16 => all_rows::<L, _>(plain, Bf16Rows(rows), rows.len(), out),
         other => panic!("{other} is not a plain float"),
     }
 }
 
-#[inline(always)]
-fn decode_impl<L: Lanes>(ty: GgmlType, rows: &[&[u8]], cols: usize, tile: &mut [[f32; N]]) {
-    for (at, out) in (0..cols).step_by(N).zip(tile.chunks_mut(N)) {
-        let mut m = [L::splat(0.0); N];
-        for (m, row) in m.iter_mut().zip(rows) {
-            *m = load(ty, row, at);
-        }
-        L::transpose(&mut m);
-        for (m, out) in m.iter().zip(out) {
-            m.store(out);
-        }
-    }
-}
-
 multiversion! {
-    /// Decodes `rows` (16 at most) of `cols` plain floats into `tile[k][row]`; missing rows are zero.
-    pub(crate) fn decode = decode_impl(ty: GgmlType, rows: &[&[u8]], cols: usize, tile: &mut [[f32; N]]);
+    /// `out[r][o] = x[r] · rows[o]` for the `out.len()` rows of `x` and up to 16 rows of weights; the other outputs hold
+    /// anything.
+    pub(crate) fn product = product_impl(ty: GgmlType, rows: &[&[u8]], cols: usize, x: &[f32], out: &mut [[f32; N]]);
 }
 
+/// Rows of f32 in any order.
+#[derive(Clone, Copy)]
+struct Picked<'a> {
+    data: &'a [f32],
+    index: &'a [u32],
+    width: usize,
+}
+
+impl Rows for Picked<'_> {
+    #[inline(always)]
+    fn load<L: Lanes>(&self, row: usize, k: usize) -> L {
+        L::load(self.data[self.index[row] as usize * self.width + N * k..].first_chunk().expect("16 elements"))
+    }
+    #[inline(always)]
+    fn tail<L: Lanes>(&self, row: usize, k: usize) -> L {
+        let at = self.index[row] as usize * self.width;
+        let rest = &self.data[at + N * k..at + self.width];
+        let mut x = [0.0; N];
+        x[..rest.len()].copy_from_slice(rest);
+        L::load(&x)
+    }
+}
+
+/// `out[r][k] = x[r] · rows[index[k]]` for the `out.len()` rows of `x` and up to 16 indices, all `dim` wide.
 #[inline(always)]
-fn rows_times_tile<L: Lanes, const R: usize>(x: [&[f32]; R], tile: &[[f32; N]], out: &mut [[f32; N]]) {
-    let mut acc = [[L::splat(0.0); 2]; R];
-    let (pairs, last) = tile.as_chunks::<2>();
-    for (k, [even, odd]) in pairs.iter().enumerate() {
-        let (even, odd) = (L::load(even), L::load(odd));
-        for r in 0..R {
-            acc[r][0] = L::splat(x[r][2 * k]).fma(even, acc[r][0]);
-            acc[r][1] = L::splat(x[r][2 * k + 1]).fma(odd, acc[r][1]);
-        }
-    }
-    for r in 0..R {
-        if let [w] = last {
-            acc[r][0] = L::splat(x[r][tile.len() - 1]).fma(L::load(w), acc[r][0]);
-        }
-        acc[r][0].add(acc[r][1]).store(&mut out[r]);
-    }
+pub(crate) fn dots_at_impl<L: Lanes>(x: &[f32], rows: &[f32], dim: usize, index: &[u32], out: &mut [[f32; N]]) {
+    let x = Plain { data: x, stride: dim, width: dim };
+    all_rows::<L, _>(x, Picked { data: rows, index, width: dim }, index.len(), out);
 }
 
+/// `out[r][k] = x[r] · rows[k]` for the `out.len()` rows of `x` and `count` (up to 16) of `rows`, all `dim` wide.
 #[inline(always)]
-fn product_impl<L: Lanes>(x: &[f32], cols: usize, tile: &[[f32; N]], out: &mut [[f32; N]]) {
-    let tile = &tile[..cols];
-    let row = |r: usize| &x[r * cols..(r + 1) * cols];
-    let mut r = 0;
-    while r < out.len() {
-        let left = out.len() - r;
-        let take = if left >= 8 {
-            8
-        } else if left >= 4 {
-            4
-        } else {
-            1
-        };
-        let o = &mut out[r..];
-        match take {
-            8 => rows_times_tile::<L, 8>(array!(8, x, |i| row(r + i)), tile, o),
-            4 => rows_times_tile::<L, 4>(array!(4, x, |i| row(r + i)), tile, o),
-            _ => rows_times_tile::<L, 1>([row(r)], tile, o),
-        }
-        r += take;
-    }
+pub(crate) fn dots_impl<L: Lanes>(x: &[f32], rows: &[f32], dim: usize, count: usize, out: &mut [[f32; N]]) {
+    let plain = |data| Plain { data, stride: dim, width: dim };
+    all_rows::<L, _>(plain(x), plain(rows), count, out);
 }
 
-multiversion! {
-    /// `out[r][o] = x[r] · tile[..][o]` for the `out.len()` rows of `x`.
-    pub(crate) fn product = product_impl(x: &[f32], cols: usize, tile: &[[f32; N]], out: &mut [[f32; N]]);
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conformance::Random;
+    use crate::cpu::isa::Isa;
+    use crate::quant;
+
+    /// The definition in the module's documentation, for one output.
+    fn defined(x: &[f32], w: &[f32]) -> f32 {
+        let mut sums = [0.0f32; N];
+        for (i, (x, w)) in x.iter().zip(w).enumerate() {
+            sums[i % N] = x.mul_add(*w, sums[i % N]);
+        }
+        let mut half = N / 2;
+        while half > 0 {
+            for i in 0..half {
+                sums[i] += sums[i + half];
+            }
+            half /= 2;
+        }
+        sums[0]
+    }
+
+    #[test]
+    fn every_isa_and_tile_gives_the_bits_of_the_definition() {
+        let seed = Random::fresh_seed();
+        let mut rng = Random::new(seed);
+        for ty in [GgmlType::F32, GgmlType::F16, GgmlType::BF16] {
+            for (cols, outputs, rows) in [(64, 16, 1), (100, 3, 2), (16, 7, 3), (512, 16, 13), (5, 1, 4), (40, 15, 9)] {
+                let bytes = rng.weights(ty, outputs, cols);
+                let w: Vec<&[u8]> = bytes.chunks_exact(quant::row_bytes(ty, cols)).collect();
+                let x = rng.activations(rows * cols);
+                for isa in Isa::available() {
+                    let mut out = vec![[f32::NAN; N]; rows];
+                    product(isa, ty, &w, cols, &x, &mut out);
+                    for (r, out) in out.iter().enumerate() {
+                        for (o, w) in w.iter().enumerate() {
+                            let mut float = vec![0.0; cols];
+                            quant::dequantize_row(ty, w, &mut float);
+                            let want = defined(&x[r * cols..(r + 1) * cols], &float);
+                            assert_eq!(
+                                out[o].to_bits(),
+                                want.to_bits(),
+                                "{ty} {cols} {} (DS4_SEED={seed})",
+                                isa.name()
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
 }

@@ -12,6 +12,7 @@
 #![allow(clippy::needless_range_loop, reason = "an index names a group in several arrays")]
 
 use crate::cpu::bytes::{B, Bytes};
+use crate::cpu::lanes::array;
 use crate::quant::grids::{self, IQ4_VALUES, even_signs};
 use crate::quant::{iq, k, u16_at, u32_at};
 
@@ -284,7 +285,7 @@ fn sign_bytes(word: u32) -> u32 {
 #[inline(always)]
 fn entries<V: Bytes>(values: &[i8]) -> V {
     let values: &[i8; B] = values.as_array().expect("entries for 32 elements");
-    V::load(&values.map(i8::cast_unsigned))
+    V::load(&array!(B, 0u8, |i| values[i].cast_unsigned()))
 }
 
 /// 32 codebook values, negative where a bit of `signs` is set, counted from 128.

@@ -1,7 +1,9 @@
 //! Hyper-connections on the CPU.
 
+use std::sync::PoisonError;
+
 use crate::cpu::elementwise;
-use crate::cpu::isa::{Isa, multiversion};
+use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N};
 use crate::cpu::{CpuBuffer, CpuDevice, CpuWeight};
 use crate::device::Device;
@@ -28,11 +30,86 @@ multiversion! {
     pub(crate) fn axpy = axpy_impl(factor: f32, x: &[f32], first: bool, out: &mut [f32]);
 }
 
-/// `Σ_h gate[h] · S[h]` for one row.
-fn combine(isa: Isa, gates: &[f32], state: &[f32], out: &mut [f32]) {
-    for (h, (gate, stream)) in gates.iter().zip(state.chunks_exact(out.len())).enumerate() {
-        axpy(isa, *gate, stream, h == 0, out);
+/// `out[d] = Σ_h gates[h] · S[h][d]`, in order of `h`, from zero.
+#[inline(always)]
+fn combine_impl<L: Lanes>(gates: &[f32], state: &[f32], out: &mut [f32]) {
+    let width = out.len();
+    for (i, o) in out.chunks_mut(N).enumerate() {
+        if let Some(o) = o.first_chunk_mut() {
+            let mut sum = L::splat(0.0);
+            for (h, gate) in gates.iter().enumerate() {
+                let x = state[h * width + N * i..].first_chunk().expect("16 elements");
+                sum = L::splat(*gate).fma(L::load(x), sum);
+            }
+            sum.store(o);
+        } else {
+            for (j, o) in o.iter_mut().enumerate() {
+                *o = 0.0;
+                for (h, gate) in gates.iter().enumerate() {
+                    *o = gate.mul_add(state[h * width + N * i + j], *o);
+                }
+            }
+        }
     }
+}
+
+multiversion! {
+    /// `Σ_h gate[h] · S[h]` for one row.
+    fn combine = combine_impl(gates: &[f32], state: &[f32], out: &mut [f32]);
+}
+
+/// Streams that are mixed in registers.
+const STREAMS: usize = 8;
+
+/// Sixteen columns of all streams.
+#[inline(always)]
+fn mix_column<L: Lanes>(mix: &[f32], n: usize, y: L, state: &[L; STREAMS], out: &mut [L; STREAMS]) {
+    for d in 0..n {
+        let mut sum = L::splat(mix[n + d]).fma(y, L::splat(0.0));
+        for s in 0..n {
+            sum = L::splat(mix[2 * n + s * n + d]).fma(state[s], sum);
+        }
+        out[d] = sum;
+    }
+}
+
+#[inline(always)]
+fn mix_impl<L: Lanes>(mix: &[f32], y: &[f32], state: &mut [f32]) {
+    let (width, n) = (y.len(), state.len() / y.len());
+    let zero = L::splat(0.0);
+    let (mut old, mut new) = ([zero; STREAMS], [zero; STREAMS]);
+    for (i, y) in y.chunks(N).enumerate() {
+        let at = |s: usize| s * width + N * i;
+        if let Some(y) = y.first_chunk() {
+            for s in 0..n {
+                old[s] = L::load(state[at(s)..].first_chunk().expect("16 elements"));
+            }
+            mix_column(mix, n, L::load(y), &old, &mut new);
+            for s in 0..n {
+                new[s].store(state[at(s)..].first_chunk_mut().expect("16 elements"));
+            }
+        } else {
+            let load = |x: &[f32]| {
+                let mut v = [0.0; N];
+                v[..y.len()].copy_from_slice(&x[..y.len()]);
+                v
+            };
+            for s in 0..n {
+                old[s] = L::load(&load(&state[at(s)..]));
+            }
+            mix_column(mix, n, L::load(&load(y)), &old, &mut new);
+            for s in 0..n {
+                let mut v = [0.0; N];
+                new[s].store(&mut v);
+                state[at(s)..at(s) + y.len()].copy_from_slice(&v[..y.len()]);
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// `S'[d] = post[d] · y + Σ_s comb[s][d] · S[s]` for one row; `mix` is pre, post, comb. [`STREAMS`] streams at most.
+    fn mix_streams = mix_impl(mix: &[f32], y: &[f32], state: &mut [f32]);
 }
 
 impl CpuDevice {
@@ -40,7 +117,8 @@ impl CpuDevice {
     fn mixer(&self, p: &HyperParams, w: &CpuWeight, state: &CpuBuffer, out: &mut CpuBuffer) {
         // The norm has no weight; dividing the products instead of the inputs would change the quantisation of nothing,
         // since mixers are float tensors, but the reference divides first and so do we.
-        let mut flat = self.buffer(state.width());
+        let mut flat = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        flat.width = state.width();
         flat.resize(state.rows());
         let isa = self.isa();
         self.for_rows(&mut flat, |r, out| {
@@ -80,17 +158,10 @@ impl HyperOps for CpuDevice {
     fn hyper_post(&self, p: &HyperParams, mix: &CpuBuffer, y: &CpuBuffer, state: &mut CpuBuffer) {
         let n = p.streams;
         let width = y.width();
-        assert!(state.width() == n * width && mix.width() == 2 * n + n * n, "hyper-connection shape");
+        assert!(state.width() == n * width && mix.width() == 2 * n + n * n && n <= STREAMS, "hyper-connection shape");
         let isa = self.isa();
         self.for_rows(state, |r, s| {
-            let old = s.to_vec();
-            let m = mix.row(r);
-            for (d, out) in s.chunks_exact_mut(width).enumerate() {
-                axpy(isa, m[n + d], y.row(r), true, out);
-                for (source, stream) in old.chunks_exact(width).enumerate() {
-                    axpy(isa, m[2 * n + source * n + d], stream, false, out);
-                }
-            }
+            mix_streams(isa, mix.row(r), y.row(r), s);
         });
     }
 
@@ -129,7 +200,6 @@ impl HyperOps for CpuDevice {
         });
     }
 }
-
 #[cfg(test)]
 mod tests {
     use super::*;

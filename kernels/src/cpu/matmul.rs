@@ -7,9 +7,12 @@
 #![allow(unsafe_code, reason = "items write disjoint parts of shared outputs")]
 
 use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use ds4_manifests::GgmlType;
 
+use crate::cpu::isa::Isa;
 use crate::cpu::lanes::N;
 use crate::cpu::panel::Panel;
 use crate::cpu::q16::{self, Activations};
@@ -18,20 +21,64 @@ use crate::cpu::{CpuBuffer, CpuDevice, CpuWeight};
 use crate::cpu::{dot, float};
 
 /// Activation rows per item: their quantised form stays in the L2 cache while panels pass by.
-const ROW_BLOCK: usize = 128;
+pub(crate) const ROW_BLOCK: usize = 128;
 
 /// Rows below which quantising them in parallel is not worth a dispatch.
 const PARALLEL_ROWS: usize = 8;
 
+/// A thread's unpacked panel and its products.
 #[derive(Default)]
-struct Scratch {
+pub(crate) struct Scratch {
     panel: Panel,
-    tile: Vec<[f32; N]>,
-    out: Vec<[f32; N]>,
+    /// Products of one panel, per row.
+    pub(crate) out: Vec<[f32; N]>,
+    /// Room for another panel's.
+    pub(crate) other: Vec<[f32; N]>,
 }
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    /// One per thread: items run to their end on theirs.
+    pub(crate) static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+/// Activation rows as products take them: floats for float weights, quants for the others.
+#[derive(Clone, Copy)]
+pub(crate) struct Inputs<'a> {
+    /// `[rows, cols]`; may be empty when every weight is quantised.
+    pub(crate) floats: &'a [f32],
+    /// The same rows quantised; may be empty when every weight is a float type.
+    pub(crate) quants: &'a Activations,
+    /// Row width.
+    pub(crate) cols: usize,
+}
+
+impl Inputs<'_> {
+    /// Multiplies `rows` with outputs `first .. first + outputs` (16 at most) of `w` into `s.out`.
+    pub(crate) fn panel(
+        &self,
+        isa: Isa,
+        s: &mut Scratch,
+        w: &CpuWeight,
+        first: usize,
+        outputs: usize,
+        rows: Range<usize>,
+    ) {
+        let bytes = &*w.bytes;
+        let mut weight_rows = [&bytes[..0]; N];
+        for (i, r) in weight_rows.iter_mut().enumerate().take(outputs) {
+            *r = &bytes[(first + i) * w.row_bytes..(first + i + 1) * w.row_bytes];
+        }
+        let weight_rows = &weight_rows[..outputs];
+        s.out.resize(rows.len(), [0.0; N]);
+        if is_float(w.ty) {
+            let x = &self.floats[rows.start * self.cols..rows.end * self.cols];
+            float::product(isa, w.ty, weight_rows, w.cols, x, &mut s.out);
+        } else {
+            s.panel.unpack(isa, w.ty, weight_rows, w.cols);
+            let at = rows.start * self.quants.blocks;
+            dot::product(isa, &s.panel, &self.quants.quants[at..], &self.quants.meta[at..], &mut s.out);
+        }
+    }
 }
 
 /// For each `(w, out)`: `out = x · wᵀ`.
@@ -52,15 +99,13 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
         ends.push(panels);
         targets.push((*w, RawRows::new(out.data_mut(), w.rows)));
     }
-    let mut activations = device.activations.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut quants = device.activations.lock().unwrap_or_else(PoisonError::into_inner);
     if targets.iter().any(|(w, _)| !is_float(w.ty)) {
-        quantize(device, x, &mut activations);
+        quantize(device, rows, x.width(), &|r| x.row(r), &mut quants);
     }
-    let activations = &*activations;
-    let blocks = rows.div_ceil(ROW_BLOCK);
-    let items = panels * blocks;
-    let grain = (panels / (device.pool.threads() * 8)).clamp(1, 16);
-    device.pool.run(items, grain, &|range| {
+    let inputs = Inputs { floats: x.data(), quants: &quants, cols: x.width() };
+    let items = panels * rows.div_ceil(ROW_BLOCK);
+    device.pool.run(items, grain(device, panels), &|range| {
         SCRATCH.with_borrow_mut(|s| {
             for item in range {
                 let (block, panel) = (item / panels, item % panels);
@@ -68,27 +113,9 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
                 let (w, out) = &targets[g];
                 let first = (panel - if g == 0 { 0 } else { ends[g - 1] }) * N;
                 let outputs = N.min(w.rows - first);
-                let (r0, r1) = (block * ROW_BLOCK, rows.min((block + 1) * ROW_BLOCK));
-                let bytes = &*w.bytes;
-                let mut weight_rows = [&bytes[..0]; N];
-                for (i, r) in weight_rows.iter_mut().enumerate().take(outputs) {
-                    *r = &bytes[(first + i) * w.row_bytes..(first + i + 1) * w.row_bytes];
-                }
-                s.out.resize(ROW_BLOCK, [0.0; N]);
-                let result = &mut s.out[..r1 - r0];
-                if is_float(w.ty) {
-                    let tile_len = w.cols.next_multiple_of(N);
-                    if s.tile.len() < tile_len {
-                        s.tile.resize(tile_len, [0.0; N]);
-                    }
-                    float::decode(device.isa, w.ty, &weight_rows[..outputs], w.cols, &mut s.tile);
-                    float::product(device.isa, &x.data()[r0 * w.cols..r1 * w.cols], w.cols, &s.tile, result);
-                } else {
-                    s.panel.unpack(device.isa, w.ty, &weight_rows[..outputs], w.cols);
-                    let at = r0 * activations.blocks;
-                    dot::product(device.isa, &s.panel, &activations.quants[at..], &activations.meta[at..], result);
-                }
-                for (r, o) in (r0..r1).zip(result) {
+                let block = block * ROW_BLOCK..rows.min((block + 1) * ROW_BLOCK);
+                inputs.panel(device.isa, s, w, first, outputs, block.clone());
+                for (r, o) in block.zip(&s.out) {
                     // SAFETY: this item alone has these rows of this panel.
                     unsafe { out.part(r, first, outputs) }.copy_from_slice(&o[..outputs]);
                 }
@@ -97,34 +124,75 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
     });
 }
 
+/// Block-diagonal product: outputs `g·r .. (g + 1)·r` of `w`, `r` its rows divided by `groups`, take the `g`-th of `groups` equal
+/// parts of each row of `x`.
+pub(crate) fn grouped(device: &CpuDevice, x: &CpuBuffer, w: &CpuWeight, groups: usize, out: &mut CpuBuffer) {
+    let (rows, cols, rank) = (x.rows(), w.cols, w.rows / groups);
+    assert!(x.width() == groups * cols && out.width() == w.rows, "{}: grouped shape", w.name);
+    out.resize(rows);
+    // Rows of group 0, then rows of group 1, and so on.
+    let part = |i: usize| &x.row(i % rows)[i / rows * cols..(i / rows + 1) * cols];
+    let mut quants = device.activations.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut floats = Vec::new();
+    if is_float(w.ty) {
+        (0..groups * rows).for_each(|i| floats.extend_from_slice(part(i)));
+    } else {
+        quantize(device, groups * rows, cols, &part, &mut quants);
+    }
+    let inputs = Inputs { floats: &floats, quants: &quants, cols };
+    let panels = rank.div_ceil(N);
+    let per_block = groups * panels;
+    let target = RawRows::new(out.data_mut(), w.rows);
+    device.pool.run(per_block * rows.div_ceil(ROW_BLOCK), grain(device, per_block), &|range| {
+        SCRATCH.with_borrow_mut(|s| {
+            for item in range {
+                let (block, g, panel) = (item / per_block, item % per_block / panels, item % panels);
+                let first = g * rank + panel * N;
+                let outputs = N.min((g + 1) * rank - first);
+                let block = block * ROW_BLOCK..rows.min((block + 1) * ROW_BLOCK);
+                inputs.panel(device.isa, s, w, first, outputs, g * rows + block.start..g * rows + block.end);
+                for (r, o) in block.zip(&s.out) {
+                    // SAFETY: this item alone has these rows of this panel.
+                    unsafe { target.part(r, first, outputs) }.copy_from_slice(&o[..outputs]);
+                }
+            }
+        });
+    });
+}
+
+/// Panels per claim: few enough to balance, many enough that claiming costs nothing.
+pub(crate) fn grain(device: &CpuDevice, panels: usize) -> usize {
+    (panels / (device.pool.threads() * 8)).clamp(1, 16)
+}
+
 /// Types that are multiplied as f32.
-fn is_float(ty: GgmlType) -> bool {
+pub(crate) fn is_float(ty: GgmlType) -> bool {
     ty.block_elems() == 1
 }
 
-/// Quantises all rows of `x`.
-fn quantize(device: &CpuDevice, x: &CpuBuffer, to: &mut Activations) {
-    to.resize(x.rows(), x.width());
+/// Quantises `rows` rows of `cols` elements.
+pub(crate) fn quantize<'a>(
+    device: &CpuDevice,
+    rows: usize,
+    cols: usize,
+    row: &(dyn Fn(usize) -> &'a [f32] + Sync),
+    to: &mut Activations,
+) {
+    to.resize(rows, cols);
     let blocks = to.blocks;
-    let mut rows: Vec<_> = to
-        .quants
-        .chunks_exact_mut(blocks)
-        .zip(to.meta.chunks_exact_mut(blocks))
-        .take(x.rows())
-        .map(std::sync::Mutex::new)
-        .collect();
-    let one = |r: usize, row: &mut (&mut [q16::Quants], &mut [q16::Meta])| {
-        q16::quantize(device.isa, x.row(r), row.0, row.1);
-    };
-    if rows.len() < PARALLEL_ROWS {
-        for (r, row) in rows.iter_mut().enumerate() {
-            one(r, row.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner));
+    if rows < PARALLEL_ROWS || blocks == 0 {
+        for r in 0..rows {
+            let at = r * blocks..(r + 1) * blocks;
+            q16::quantize(device.isa, row(r), &mut to.quants[at.clone()], &mut to.meta[at]);
         }
         return;
     }
-    device.pool.run(rows.len(), 4, &|range| {
+    let all: Vec<_> =
+        to.quants.chunks_exact_mut(blocks).zip(to.meta.chunks_exact_mut(blocks)).take(rows).map(Mutex::new).collect();
+    device.pool.run(rows, 4, &|range| {
         for r in range {
-            one(r, &mut rows[r].lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+            let (quants, meta) = &mut *all[r].lock().unwrap_or_else(PoisonError::into_inner);
+            q16::quantize(device.isa, row(r), quants, meta);
         }
     });
 }

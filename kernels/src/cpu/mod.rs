@@ -3,6 +3,7 @@
 //! Kernels are chosen by the instruction set found at run time ([`Isa`]); each gives the same bits on all of them, because
 //! integer sums are exact and every floating-point operation has one fixed place in a row's order of operations.
 
+pub(crate) mod attend;
 pub(crate) mod attention;
 pub(crate) mod bank;
 pub(crate) mod bytes;
@@ -18,8 +19,11 @@ pub(crate) mod elementwise;
 pub(crate) mod float;
 pub(crate) mod formats;
 pub(crate) mod hyper;
+pub(crate) mod indexer;
 pub mod isa;
 pub(crate) mod lanes;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod lanes_x86;
 pub(crate) mod matmul;
 pub(crate) mod moe;
 pub(crate) mod panel;
@@ -29,6 +33,9 @@ pub(crate) mod raw;
 pub(crate) mod sparse;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod unpack_avx512;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod unpack_k_avx512;
+pub(crate) mod widen;
 
 #[allow(unsafe_code, reason = "state rows are raw bank memory")]
 mod state_rows;
@@ -49,6 +56,7 @@ use bank::BankView;
 pub use bank::{CpuBank, CpuCheckpoint};
 pub use isa::Isa;
 pub use moe::CpuRouting;
+use moe::ExpertScratch;
 use pool::Pool;
 use q16::Activations;
 use raw::RawRows;
@@ -134,23 +142,9 @@ impl CpuWeight {
         &self.vector
     }
 
-    /// Rows `first..first + rows` as a weight of their own (one expert, one output group): same bytes, no copy.
-    pub(crate) fn row_range(&self, first: usize, rows: usize) -> Self {
-        let (at, len) = (first * self.row_bytes, rows * self.row_bytes);
-        let bytes = u64::try_from(at).ok().zip(u64::try_from(len).ok()).and_then(|(at, len)| self.bytes.slice(at, len));
-        let Some(bytes) = bytes else {
-            panic!("{}: rows {first}..{} of {}", self.name, first + rows, self.rows);
-        };
-        Self { name: self.name.clone(), rows, bytes, vector: Vec::new(), ..*self }
-    }
-
-    /// All rows as f32.
-    pub(crate) fn f32_rows(&self) -> Vec<f32> {
-        let mut out = vec![0.0; self.rows * self.cols];
-        for (row, out) in self.bytes.chunks_exact(self.row_bytes).zip(out.chunks_exact_mut(self.cols)) {
-            quant::dequantize_row(self.ty, row, out);
-        }
-        out
+    /// Row `row` as f32.
+    pub(crate) fn row(&self, row: usize, out: &mut [f32]) {
+        quant::dequantize_row(self.ty, &self.bytes[row * self.row_bytes..(row + 1) * self.row_bytes], out);
     }
 
     /// Row `row` of an I32 table.
@@ -197,6 +191,10 @@ pub struct CpuDevice {
     isa: Isa,
     /// Quantised activations of the matmul under way.
     activations: Mutex<Activations>,
+    /// Work memory of the experts under way.
+    experts: Mutex<ExpertScratch>,
+    /// Work memory of the hyper-connections.
+    streams: Mutex<CpuBuffer>,
     /// Keyed by the bits of the base and the rotated width; grown to the farthest position seen.
     rope: RwLock<HashMap<(u32, usize), RopeTable>>,
 }
@@ -214,6 +212,8 @@ impl CpuDevice {
             pool: Pool::new(threads.clamp(1, available())),
             isa,
             activations: Mutex::default(),
+            experts: Mutex::default(),
+            streams: Mutex::default(),
             rope: RwLock::default(),
         }
     }
@@ -266,23 +266,6 @@ impl CpuDevice {
     pub(crate) fn for_spans(&self, step: &CpuStep, f: &(dyn Fn(&SpanView, &BankView) + Sync)) {
         assert!(step.distinct_banks, "two spans of one bank in a step of a model with recurrent state");
         self.pool.run(step.spans.len(), 1, &|range| step.spans[range].iter().for_each(|s| f(s, &step.banks[s.bank])));
-    }
-
-    /// Runs `f(span, bank, position, row, block)` for `blocks` blocks of every row, in parallel.
-    pub(crate) fn for_positions(
-        &self,
-        step: &CpuStep,
-        blocks: usize,
-        f: &(dyn Fn(&SpanView, &BankView, usize, usize, usize) + Sync),
-    ) {
-        self.pool.run(step.positions.len() * blocks, 1, &|range| {
-            for item in range {
-                let (row, block) = (item / blocks, item % blocks);
-                let at = step.spans.partition_point(|s| s.first_row <= row) - 1;
-                let span = &step.spans[at];
-                f(span, &step.banks[span.bank], step.positions[row], row, block);
-            }
-        });
     }
 }
 

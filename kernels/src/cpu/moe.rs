@@ -1,11 +1,20 @@
-//! Mixture of experts on the CPU: rows are gathered per expert, so that each expert's weights are read once a step.
+//! Mixture of experts on the CPU.
+//!
+//! The assignments (row, expert) are sorted by expert, so that an expert's weights are unpacked once a step whatever the
+//! number of its rows, and all experts of a step run in two dispatches: gate, up and activation, then down.
+
+#![allow(unsafe_code, reason = "items write disjoint parts of shared outputs")]
+
+use std::sync::PoisonError;
 
 use crate::cpu::elementwise;
 use crate::cpu::hyper::axpy;
 use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N};
+use crate::cpu::matmul::{Inputs, ROW_BLOCK, SCRATCH, grain, is_float, quantize};
+use crate::cpu::q16::{Activations, Meta, Quants};
+use crate::cpu::raw::RawRows;
 use crate::cpu::{CpuBuffer, CpuDevice, CpuStep, CpuWeight};
-use crate::device::Device;
 use crate::ops::{Experts, MoeOps, RouterParams};
 
 /// Per row: `used` experts and their weights, flattened.
@@ -49,24 +58,27 @@ pub(crate) fn sqrt_softplus(x: f32) -> f32 {
 
 #[inline(always)]
 fn swiglu_clamped_impl<L: Lanes>(gate: &[f32], up: &[f32], clamp: f32, factor: f32, out: &mut [f32]) {
-    let (hi, lo) = (L::splat(clamp), L::splat(-clamp));
-    let one = |g: &[f32; N], u: &[f32; N], o: &mut [f32; N]| {
+    // A function and not a closure: a closure is compiled without the vector instructions of its surroundings, and every
+    // operation in it became a call (14 % of a prefill).
+    #[inline(always)]
+    fn one<L: Lanes>(g: &[f32; N], u: &[f32; N], clamp: f32, factor: f32, o: &mut [f32; N]) {
+        let (hi, lo) = (L::splat(clamp), L::splat(-clamp));
         let g = hi.min(L::load(g));
         let u = lo.max(hi.min(L::load(u)));
         let e = elementwise::exp(L::splat(0.0).sub(g));
         g.div(L::splat(1.0).add(e)).mul(u).mul(L::splat(factor)).store(o);
-    };
+    }
     let (gs, g_rest) = gate.as_chunks::<N>();
     let (us, u_rest) = up.as_chunks::<N>();
     let (os, o_rest) = out.as_chunks_mut::<N>();
     for ((g, u), o) in gs.iter().zip(us).zip(os) {
-        one(g, u, o);
+        one::<L>(g, u, clamp, factor, o);
     }
     if !g_rest.is_empty() {
         let (mut g, mut u, mut o) = ([0.0; N], [0.0; N], [0.0; N]);
         g[..g_rest.len()].copy_from_slice(g_rest);
         u[..u_rest.len()].copy_from_slice(u_rest);
-        one(&g, &u, &mut o);
+        one::<L>(&g, &u, clamp, factor, &mut o);
         o_rest.copy_from_slice(&o[..g_rest.len()]);
     }
 }
@@ -74,6 +86,93 @@ fn swiglu_clamped_impl<L: Lanes>(gate: &[f32], up: &[f32], clamp: f32, factor: f
 multiversion! {
     /// `out = silu(min(gate, clamp)) · clamp(up, ±clamp) · factor`.
     fn swiglu_clamped_row = swiglu_clamped_impl(gate: &[f32], up: &[f32], clamp: f32, factor: f32, out: &mut [f32]);
+}
+
+/// Consecutive sorted assignments of one expert.
+#[derive(Clone, Copy)]
+struct Group {
+    expert: usize,
+    first: usize,
+    rows: usize,
+}
+
+/// Work memory of the experts of one step.
+#[derive(Default)]
+pub(crate) struct ExpertScratch {
+    /// Assignments (`row * used + slot`) ordered by expert; within one, by row.
+    order: Vec<usize>,
+    /// Where each assignment is in `order`.
+    place: Vec<usize>,
+    groups: Vec<Group>,
+    /// Inputs per sorted assignment.
+    sorted: Activations,
+    floats: Vec<f32>,
+    /// `[assignments, ff]` and `[assignments, hidden]`, sorted.
+    act: Vec<f32>,
+    results: Vec<f32>,
+}
+
+impl ExpertScratch {
+    fn sort(&mut self, routing: &CpuRouting) {
+        let n = routing.experts.len();
+        self.order.clear();
+        self.order.extend(0..n);
+        self.order.sort_by_key(|a| routing.experts[*a]);
+        self.place.resize(n, 0);
+        for (i, a) in self.order.iter().enumerate() {
+            self.place[*a] = i;
+        }
+        self.groups.clear();
+        let mut first = 0;
+        for group in self.order.chunk_by(|a, b| routing.experts[*a] == routing.experts[*b]) {
+            self.groups.push(Group { expert: routing.experts[group[0]], first, rows: group.len() });
+            first += group.len();
+        }
+    }
+}
+
+/// Copies the quantised row of every assignment in `order` to its place.
+fn gather(device: &CpuDevice, from: &Activations, order: &[usize], used: usize, to: &mut Activations) {
+    let blocks = from.blocks;
+    to.resize(order.len(), blocks * crate::cpu::q16::BLOCK);
+    let (quants, meta) = (RawRows::<Quants>::new(&mut to.quants, blocks), RawRows::<Meta>::new(&mut to.meta, blocks));
+    device.pool.run(order.len(), 32, &|range| {
+        for i in range {
+            let at = order[i] / used * blocks;
+            // SAFETY: the pool gives each row to one item.
+            unsafe {
+                quants.part(i, 0, blocks).copy_from_slice(&from.quants[at..at + blocks]);
+                meta.part(i, 0, blocks).copy_from_slice(&from.meta[at..at + blocks]);
+            }
+        }
+    });
+}
+
+impl CpuDevice {
+    /// Runs `f(group, first output, outputs, sorted rows)` for every panel of `width` outputs and row block of every group.
+    fn for_panels(
+        &self,
+        groups: &[Group],
+        width: usize,
+        f: &(dyn Fn(&Group, usize, usize, std::ops::Range<usize>) + Sync),
+    ) {
+        let panels = width.div_ceil(N);
+        let mut ends = Vec::with_capacity(groups.len());
+        let mut items = 0;
+        for g in groups {
+            items += panels * g.rows.div_ceil(ROW_BLOCK);
+            ends.push(items);
+        }
+        self.pool.run(items, grain(self, panels), &|range| {
+            for item in range {
+                let at = ends.partition_point(|end| *end <= item);
+                let g = &groups[at];
+                let item = item - if at == 0 { 0 } else { ends[at - 1] };
+                let (block, first) = (item / panels * ROW_BLOCK, item % panels * N);
+                f(g, first, N.min(width - first), g.first + block..g.first + g.rows.min(block + ROW_BLOCK));
+            }
+        });
+    }
 }
 
 impl MoeOps for CpuDevice {
@@ -123,44 +222,76 @@ impl MoeOps for CpuDevice {
         x: &CpuBuffer,
         out: &mut CpuBuffer,
     ) {
-        assert_eq!(routing.experts.len(), x.rows() * routing.used, "routing of another step");
+        let used = routing.used;
+        assert_eq!(routing.experts.len(), x.rows() * used, "routing of another step");
         let ff = experts.gate.rows() / experts.count;
         let hidden = experts.down.rows() / experts.count;
         assert_eq!(hidden, out.width(), "expert output of another width");
-        let isa = self.isa();
-        // Assignments ordered by expert; within one, by row.
-        let mut order: Vec<usize> = (0..routing.experts.len()).collect();
-        order.sort_by_key(|a| routing.experts[*a]);
-        let mut results = self.buffer(hidden);
-        results.resize(order.len());
-        let (mut input, mut gate, mut up, mut act, mut part) =
-            (self.buffer(x.width()), self.buffer(ff), self.buffer(ff), self.buffer(ff), self.buffer(hidden));
-        for group in order.chunk_by(|a, b| routing.experts[*a] == routing.experts[*b]) {
-            let expert = routing.experts[group[0]];
-            input.resize(group.len());
-            for (assignment, row) in group.iter().zip(input.data_mut().chunks_exact_mut(x.width())) {
-                row.copy_from_slice(x.row(assignment / routing.used));
+        out.resize(x.rows());
+        if x.rows() == 0 {
+            return;
+        }
+        let mut scratch = self.experts.lock().unwrap_or_else(PoisonError::into_inner);
+        let s = &mut *scratch;
+        s.sort(routing);
+        let assignments = s.order.len();
+        let mut quants = self.activations.lock().unwrap_or_else(PoisonError::into_inner);
+        s.act.resize(assignments * ff, 0.0);
+        s.results.resize(assignments * hidden, 0.0);
+
+        // Rows in the order of their experts; a lone row serves all of its experts as it is.
+        let lone = x.rows() == 1;
+        s.floats.clear();
+        if is_float(experts.gate.ty) || is_float(experts.up.ty) {
+            for a in s.order.iter().take(if lone { 1 } else { assignments }) {
+                s.floats.extend_from_slice(x.row(a / used));
             }
-            let (wg, wu, wd) = (
-                experts.gate.row_range(expert * ff, ff),
-                experts.up.row_range(expert * ff, ff),
-                experts.down.row_range(expert * hidden, hidden),
-            );
-            self.matmul(&input, &mut [(&wg, &mut gate), (&wu, &mut up)]);
-            act.resize(group.len());
-            self.for_rows(&mut act, |i, out| {
-                swiglu_clamped_row(isa, gate.row(i), up.row(i), clamp, routing.weights[group[i]], out);
-            });
-            self.matmul(&act, &mut [(&wd, &mut part)]);
-            for (i, assignment) in group.iter().enumerate() {
-                results.data_mut()[assignment * hidden..(assignment + 1) * hidden].copy_from_slice(part.row(i));
+        } else {
+            quantize(self, x.rows(), x.width(), &|r| x.row(r), &mut quants);
+            if !lone {
+                gather(self, &quants, &s.order, used, &mut s.sorted);
             }
         }
+        let sorted = if lone { &*quants } else { &s.sorted };
+        let inputs = Inputs { floats: &s.floats, quants: sorted, cols: x.width() };
+        let act = RawRows::new(&mut s.act, ff);
+        let (groups, order) = (&s.groups, &s.order);
+        self.for_panels(groups, ff, &|g, first, outputs, rows| {
+            SCRATCH.with_borrow_mut(|t| {
+                let at = if lone { 0..1 } else { rows.clone() };
+                inputs.panel(self.isa, t, &experts.gate, g.expert * ff + first, outputs, at.clone());
+                std::mem::swap(&mut t.out, &mut t.other);
+                inputs.panel(self.isa, t, &experts.up, g.expert * ff + first, outputs, at);
+                for ((i, gate), up) in rows.zip(&t.other).zip(&t.out) {
+                    // SAFETY: this item alone has these rows of this panel.
+                    let out = unsafe { act.part(i, first, outputs) };
+                    let weight = routing.weights[order[i]];
+                    swiglu_clamped_row(self.isa, &gate[..outputs], &up[..outputs], clamp, weight, out);
+                }
+            });
+        });
+
+        if !is_float(experts.down.ty) {
+            let act = &s.act;
+            quantize(self, assignments, ff, &|i| &act[i * ff..(i + 1) * ff], &mut quants);
+        }
+        let inputs = Inputs { floats: &s.act[..assignments * ff], quants: &quants, cols: ff };
+        let results = RawRows::new(&mut s.results, hidden);
+        self.for_panels(groups, hidden, &|g, first, outputs, rows| {
+            SCRATCH.with_borrow_mut(|t| {
+                inputs.panel(self.isa, t, &experts.down, g.expert * hidden + first, outputs, rows.clone());
+                for (i, o) in rows.zip(&t.out) {
+                    // SAFETY: this item alone has these rows of this panel.
+                    unsafe { results.part(i, first, outputs) }.copy_from_slice(&o[..outputs]);
+                }
+            });
+        });
         // Summed in slot order, whatever order the experts ran in: the row's result must not depend on its neighbours.
-        out.resize(x.rows());
+        let (isa, place, results) = (self.isa, &s.place, &s.results);
         self.for_rows(out, |r, out| {
-            for j in 0..routing.used {
-                axpy(isa, 1.0, results.row(r * routing.used + j), j == 0, out);
+            for j in 0..used {
+                let at = place[r * used + j] * hidden;
+                axpy(isa, 1.0, &results[at..at + hidden], j == 0, out);
             }
         });
     }

@@ -4,23 +4,30 @@
 
 use std::marker::PhantomData;
 
-/// A `[rows, width]` matrix of f32 whose parts are handed to different threads.
-#[derive(Clone, Copy)]
-pub(crate) struct RawRows<'a> {
-    base: *mut f32,
+/// A `[rows, width]` matrix (of f32 unless said otherwise) whose parts are handed to different threads.
+pub(crate) struct RawRows<'a, T = f32> {
+    base: *mut T,
     len: usize,
     width: usize,
-    life: PhantomData<&'a mut [f32]>,
+    life: PhantomData<&'a mut [T]>,
 }
+
+impl<T> Clone for RawRows<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for RawRows<'_, T> {}
 
 // SAFETY: the exclusive borrow is held for 'a; parts are only made through the unsafe methods, whose callers promise
 // that no two live parts overlap.
-unsafe impl Send for RawRows<'_> {}
+unsafe impl<T: Send> Send for RawRows<'_, T> {}
 // SAFETY: as above.
-unsafe impl Sync for RawRows<'_> {}
+unsafe impl<T: Send> Sync for RawRows<'_, T> {}
 
-impl<'a> RawRows<'a> {
-    pub(crate) fn new(data: &'a mut [f32], width: usize) -> Self {
+impl<'a, T> RawRows<'a, T> {
+    pub(crate) fn new(data: &'a mut [T], width: usize) -> Self {
         Self { base: data.as_mut_ptr(), len: data.len(), width, life: PhantomData }
     }
 
@@ -29,7 +36,7 @@ impl<'a> RawRows<'a> {
     /// # Safety
     /// No other live part may overlap it.
     #[allow(clippy::mut_from_ref, reason = "disjointness is the caller's promise")]
-    pub(crate) unsafe fn part(&self, row: usize, col: usize, n: usize) -> &'a mut [f32] {
+    pub(crate) unsafe fn part(&self, row: usize, col: usize, n: usize) -> &'a mut [T] {
         let at = row * self.width + col;
         assert!(col + n <= self.width && at + n <= self.len, "part of a row out of range");
         // SAFETY: inside the borrowed slice (checked); exclusive by the caller's promise.
@@ -41,7 +48,7 @@ impl<'a> RawRows<'a> {
     /// # Safety
     /// No other live part may overlap them.
     #[allow(clippy::mut_from_ref, reason = "disjointness is the caller's promise")]
-    pub(crate) unsafe fn rows(&self, row: usize, n: usize) -> &'a mut [f32] {
+    pub(crate) unsafe fn rows(&self, row: usize, n: usize) -> &'a mut [T] {
         let (at, n) = (row * self.width, n * self.width);
         assert!(at + n <= self.len, "rows out of range");
         // SAFETY: inside the borrowed slice (checked); exclusive by the caller's promise.

@@ -3,6 +3,7 @@
 use crate::cpu::bank::BankView;
 use crate::cpu::elementwise;
 use crate::cpu::isa::Isa;
+use crate::cpu::widen;
 use crate::math::packed;
 use crate::state::{StateKind, StateType};
 
@@ -29,6 +30,14 @@ pub(crate) fn fixed(bank: &BankView, slot: usize) -> &mut [f32] {
     unsafe { std::slice::from_raw_parts_mut(bank.rows(slot).cast::<f32>(), kind.width()) }
 }
 
+/// The block of a [`StateKind::Fixed`] slot, to read: nobody writes it during the caller's pass over it.
+pub(crate) fn fixed_read(bank: &BankView, slot: usize) -> &[f32] {
+    let kind = bank.slot(slot).kind;
+    assert!(matches!(kind, StateKind::Fixed { .. }) && bank.tokens() > 0, "a committed block");
+    // SAFETY: the block is inside the mapping, committed and page-aligned; not written meanwhile, as said above.
+    unsafe { std::slice::from_raw_parts(bank.rows(slot).cast::<f32>(), kind.width()) }
+}
+
 /// The bytes of a packed row; `row` was checked by [`place`].
 #[allow(clippy::mut_from_ref, reason = "bank memory is raw; who reads and writes when is said at `fixed`")]
 fn packed_row(bank: &BankView, slot: usize, row: usize) -> &mut [u8] {
@@ -40,7 +49,7 @@ fn packed_row(bank: &BankView, slot: usize, row: usize) -> &mut [u8] {
 }
 
 /// Reads row `row` of `slot` as f32.
-pub(crate) fn read(bank: &BankView, slot: usize, row: usize, out: &mut [f32]) {
+pub(crate) fn read(isa: Isa, bank: &BankView, slot: usize, row: usize, out: &mut [f32]) {
     let s = bank.slot(slot);
     assert_eq!(s.width, out.len(), "state row of another width");
     let at = place(bank, slot, row) * s.width;
@@ -48,17 +57,14 @@ pub(crate) fn read(bank: &BankView, slot: usize, row: usize, out: &mut [f32]) {
     match s.ty {
         StateType::F16 => {
             // SAFETY: the row is inside the slot (checked) and aligned; nobody writes it while an operation reads.
-            let row = unsafe { std::slice::from_raw_parts(base.cast::<half::f16>().add(at), s.width) };
-            for (o, v) in out.iter_mut().zip(row) {
-                *o = v.to_f32();
-            }
+            widen::f16(isa, unsafe { std::slice::from_raw_parts(base.cast::<u16>().add(at), s.width) }, out);
         }
         StateType::F32 => {
             // SAFETY: as above.
             out.copy_from_slice(unsafe { std::slice::from_raw_parts(base.cast::<f32>().add(at), s.width) });
         }
-        StateType::Fp8 { rotary } => packed::load_fp8(packed_row(bank, slot, at / s.width), rotary, out),
-        StateType::Fp4 => packed::load_fp4(packed_row(bank, slot, at / s.width), out),
+        StateType::Fp8 { rotary } => widen::fp8(isa, packed_row(bank, slot, at / s.width), rotary, out),
+        StateType::Fp4 => widen::fp4(isa, packed_row(bank, slot, at / s.width), out),
     }
 }
 

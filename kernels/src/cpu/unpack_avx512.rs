@@ -1,5 +1,5 @@
-//! Panels of the simple formats straight from memory with AVX-512: these are what most small models are made of, and one
-//! row's products cost mostly this.
+//! Panels of common formats straight from memory with AVX-512: one row's products cost mostly this. The simple formats are
+//! here, those with blocks of 256 in [`unpack_k_avx512`].
 //!
 //! A block's 16 bytes of each row go to one 128-bit lane (row `4l + j` to lane `l` of register `j`); transposing the four
 //! registers' dwords within lanes puts dword `t` of all 16 rows side by side, which is a panel's line.
@@ -15,26 +15,37 @@ use crate::cpu::isa::{Isa, Kind};
 use crate::cpu::lanes::N;
 use crate::cpu::panel::Panel;
 use crate::cpu::q16::Layout;
+use crate::cpu::unpack_k_avx512;
 
-/// Unpacks 16 rows of a simple format; false when there is no direct way and nothing was done.
+/// Unpacks 16 rows of a format; false when there is no direct way and nothing was done.
 pub(crate) fn unpack(isa: Isa, ty: GgmlType, rows: &[&[u8]], blocks: usize, panel: &mut Panel) -> bool {
     if isa.kind() != Kind::Avx512 || rows.len() != N {
         return false;
     }
-    let (bytes, min, offset) = match ty {
-        GgmlType::Q4_0 => (18, false, 8),
-        GgmlType::Q4_1 => (20, true, 0),
-        GgmlType::Q8_0 => (34, false, 128),
+    // Bytes and blocks of 32 of one block of the type, inputs per scale, minimums, offset.
+    let (bytes, per, sub, min, offset) = match ty {
+        GgmlType::Q4_0 => (18, 1, 32, false, 8),
+        GgmlType::Q4_1 => (20, 1, 32, true, 0),
+        GgmlType::Q8_0 => (34, 1, 32, false, 128),
+        GgmlType::Q2_K => (84, 8, 16, true, 0),
+        GgmlType::Q4_K => (144, 8, 32, true, 0),
+        GgmlType::IQ2_XXS => (66, 8, 32, false, 128),
         _ => return false,
     };
-    assert!(rows.iter().all(|r| r.len() >= blocks * bytes), "rows of {blocks} blocks");
-    panel.shape(Layout::Split, blocks, 32, min, offset);
+    assert!(
+        rows.iter().all(|r| r.len() >= blocks / per * bytes) && blocks.is_multiple_of(per),
+        "rows of {blocks} blocks"
+    );
+    panel.shape(Layout::Split, blocks, sub, min, offset);
     let rows: [*const u8; N] = std::array::from_fn(|i| rows[i].as_ptr());
     // SAFETY: the CPU has AVX-512, each row has `blocks` blocks (checked) and `shape` made room for them.
     unsafe {
         match ty {
             GgmlType::Q4_0 => nibbles::<18, 2, false>(rows, blocks, panel),
             GgmlType::Q4_1 => nibbles::<20, 4, true>(rows, blocks, panel),
+            GgmlType::Q2_K => unpack_k_avx512::q2_k(rows, blocks, panel),
+            GgmlType::Q4_K => unpack_k_avx512::q4_k(rows, blocks, panel),
+            GgmlType::IQ2_XXS => unpack_k_avx512::iq2_xxs(rows, blocks, panel),
             _ => bytes8(rows, blocks, panel),
         }
     }
@@ -45,7 +56,7 @@ pub(crate) fn unpack(isa: Isa, ty: GgmlType, rows: &[&[u8]], blocks: usize, pane
 /// more than the hardware prefetcher follows. A prefetch never faults, so the last panel of a weight needs no care.
 #[target_feature(enable = "avx512f")]
 #[inline]
-fn prefetch<const BYTES: usize>(rows: &[*const u8; N], blocks: usize, b: usize) {
+pub(crate) fn prefetch<const BYTES: usize>(rows: &[*const u8; N], blocks: usize, b: usize) {
     let next = rows[0].wrapping_add(N * BYTES * (blocks + b));
     let mut at = 0;
     while at < N * BYTES {
@@ -60,7 +71,7 @@ fn prefetch<const BYTES: usize>(rows: &[*const u8; N], blocks: usize, b: usize) 
 /// Every row must have 16 bytes at `at`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
-unsafe fn dwords(rows: &[*const u8; N], at: usize) -> [__m512i; 4] {
+pub(crate) unsafe fn dwords(rows: &[*const u8; N], at: usize) -> [__m512i; 4] {
     let mut z = [_mm512_setzero_si512(); 4];
     for j in 0..4 {
         // SAFETY: as the caller promises.
@@ -87,7 +98,7 @@ unsafe fn dwords(rows: &[*const u8; N], at: usize) -> [__m512i; 4] {
 /// Every row must have 4 bytes at `at`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
-unsafe fn heads(rows: &[*const u8; N], at: usize) -> __m512i {
+pub(crate) unsafe fn heads(rows: &[*const u8; N], at: usize) -> __m512i {
     let mut z = [_mm512_setzero_si512(); 4];
     for (c, z) in z.iter_mut().enumerate() {
         for i in 4 * c..4 * c + 4 {
@@ -102,7 +113,7 @@ unsafe fn heads(rows: &[*const u8; N], at: usize) -> __m512i {
 /// The low halves of 16 dwords as half floats, widened.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
 #[inline]
-fn low_halves(z: __m512i) -> __m512 {
+pub(crate) fn low_halves(z: __m512i) -> __m512 {
     _mm512_cvtph_ps(_mm512_cvtepi32_epi16(z))
 }
 
@@ -171,18 +182,25 @@ mod tests {
             return;
         };
         let seed = Random::fresh_seed();
-        for ty in [GgmlType::Q4_0, GgmlType::Q4_1, GgmlType::Q8_0] {
-            let cols = 32 * 7;
+        for ty in [GgmlType::Q4_0, GgmlType::Q4_1, GgmlType::Q8_0, GgmlType::Q2_K, GgmlType::Q4_K, GgmlType::IQ2_XXS] {
+            let blocks = if ty.block_elems() == 32 { 7 } else { 24 };
+            let cols = 32 * blocks;
             let bytes = Random::new(seed).weights(ty, N, cols);
             let rows: Vec<&[u8]> = bytes.chunks_exact(quant::row_bytes(ty, cols)).collect();
             let (mut direct, mut staged) = (Panel::default(), Panel::default());
-            assert!(unpack(isa, ty, &rows, cols / 32, &mut direct));
+            assert!(unpack(isa, ty, &rows, blocks, &mut direct));
             staged.unpack_staged(isa, ty, &rows, cols);
             let bits = |lines: &[crate::cpu::panel::Line]| -> Vec<u32> {
                 lines.iter().flat_map(|l| l.0.map(f32::to_bits)).collect()
             };
-            assert_eq!(bits(&direct.q[..7 * 8]), bits(&staged.q[..7 * 8]), "{ty} (DS4_SEED={seed})");
-            assert_eq!(bits(&direct.scale[..7]), bits(&staged.scale[..7]), "{ty} (DS4_SEED={seed})");
+            assert_eq!(
+                (direct.sub, direct.has_min, direct.offset),
+                (staged.sub, staged.has_min, staged.offset),
+                "{ty}"
+            );
+            let scales = blocks * 32 / direct.sub;
+            assert_eq!(bits(&direct.q[..blocks * 8]), bits(&staged.q[..blocks * 8]), "{ty} (DS4_SEED={seed})");
+            assert_eq!(bits(&direct.scale[..scales]), bits(&staged.scale[..scales]), "{ty} (DS4_SEED={seed})");
             assert_eq!(bits(&direct.min), bits(&staged.min), "{ty} (DS4_SEED={seed})");
         }
     }
