@@ -1,5 +1,6 @@
 """A real owner and worker for the Python clients, in a runtime directory of their own."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -25,13 +26,13 @@ def starter_model() -> str:
 class Served:
     """`ds4 serve` and where to reach it."""
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, *args: str):
         self.dir = directory
         env = {k: v for k, v in os.environ.items() if not k.startswith("DS4_")}
         self.env = dict(env, DS4_CONFIG="/dev/null", DS4_RUNTIME_DIR=directory)
         self.log = open(os.path.join(directory, "serve.log"), "w")
         self.process = subprocess.Popen(
-            [BIN / "ds4", "serve", "--model", starter_model(), "--http", "127.0.0.1:0"],
+            [BIN / "ds4", "serve", *args, "--http", "127.0.0.1:0"],
             env=self.env,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -46,6 +47,14 @@ class Served:
             time.sleep(0.05)
         self.url = "http://" + status["worker"]["http"]
         self.model = status["worker"]["model"]
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, *args: str):
+        with tempfile.TemporaryDirectory(prefix="ds4p-") as directory:
+            it = cls(directory, *args)
+            yield it
+            it.stop()
 
     def ctl(self, *args):
         done = subprocess.run([BIN / "ds4", "ctl", "--json", *args], env=self.env, capture_output=True, text=True)
@@ -66,7 +75,5 @@ class Served:
 
 @pytest.fixture(scope="session")
 def served():
-    with tempfile.TemporaryDirectory(prefix="ds4p-") as directory:
-        it = Served(directory)
+    with Served.running("--model", starter_model()) as it:
         yield it
-        it.stop()

@@ -88,3 +88,124 @@ fn deepseek_v4_the_fixture_is_what_the_synthesiser_writes() {
     assert!(kept.len() <= 2_000_000);
     assert!(made == kept, "other bytes: write the fixture again if that is meant");
 }
+
+/// Fields of a request in which the model must call a tool and then ends: token 1 ends an answer in this vocabulary.
+fn forced_call(thinking: bool) -> serde_json::Value {
+    json!({
+        "model": NAME,
+        "messages": [{"role": "user", "content": "What is the time?"}],
+        "tools": [
+            {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
+            {"type": "function", "function": {"name": "get_date"}},
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "get_time"}},
+        "thinking": thinking,
+        "logit_bias": {"1": 100},
+        "temperature": 0,
+        "max_tokens": 200,
+    })
+}
+
+/// Random weights call nothing by themselves. What is forced here is what `tool_choice` forces for any model; the bias ends the
+/// answer after it, and a call whose closers were forgotten is a call.
+#[test]
+fn deepseek_v4_calls_a_tool_over_http_and_goes_on_with_its_result() {
+    let sandbox = Sandbox::new();
+    let _owner = owner(&sandbox);
+    let worker = sandbox.worker(&["--ctx", "4096"]);
+    for thinking in [false, true] {
+        let mut body = forced_call(thinking);
+        let (status, answer) = http::post(&worker.http, "/v1/chat/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["finish_reason"], "tool_calls", "{answer}");
+        assert_eq!(choice["message"]["content"], json!(null));
+        let call = &choice["message"]["tool_calls"][0];
+        assert_eq!(
+            (&call["type"], &call["function"]),
+            (&json!("function"), &json!({"name": "get_time", "arguments": "{}"}))
+        );
+        assert!(!answer.to_string().contains("DSML"), "{answer}");
+
+        let mut stream = http::Stream::start(&worker.http, "/v1/chat/completions", &body);
+        let events: Vec<serde_json::Value> = std::iter::from_fn(|| stream.next_event()).collect();
+        let deltas: Vec<&serde_json::Value> =
+            events.iter().map(|e| &e["choices"][0]["delta"]["tool_calls"][0]).collect();
+        let begins: Vec<_> = deltas.iter().filter(|d| d["id"].is_string()).collect();
+        assert_eq!(begins.len(), 1, "{events:?}");
+        assert_eq!(begins[0]["function"], json!({"name": "get_time", "arguments": ""}));
+        let arguments: String = deltas.iter().filter_map(|d| d["function"]["arguments"].as_str()).collect();
+        assert_eq!(arguments, "{}");
+        assert!(events.iter().any(|e| e["choices"][0]["finish_reason"] == "tool_calls"), "{events:?}");
+
+        // The conversation goes on, and what was computed of it is not computed again.
+        let before = answer["usage"]["prompt_tokens"].as_u64().unwrap();
+        let id = call["id"].as_str().unwrap();
+        body = forced_call(thinking);
+        for field in ["tool_choice", "logit_bias"] {
+            body.as_object_mut().unwrap().remove(field);
+        }
+        body["max_tokens"] = json!(4);
+        let messages = body["messages"].as_array_mut().unwrap();
+        messages.push(choice["message"].clone());
+        messages.push(json!({"role": "tool", "tool_call_id": id, "content": "12:40"}));
+        let (status, answer) = http::post(&worker.http, "/v1/chat/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        let usage = &answer["usage"];
+        assert!(usage["prompt_tokens"].as_u64().unwrap() > before + 20, "{usage}");
+        assert!(usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() > 0, "{usage}");
+    }
+}
+
+#[test]
+fn deepseek_v4_reasoning_is_told_from_the_answer() {
+    let sandbox = Sandbox::new();
+    let _owner = owner(&sandbox);
+    let worker = sandbox.worker(&["--ctx", "2048"]);
+    let ask = |thinking: serde_json::Value| {
+        let body = json!({"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 12, "thinking": thinking,
+            "logit_bias": {"1": -100}, "seed": 1});
+        let (status, answer) = http::post(&worker.http, "/v1/chat/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        answer
+    };
+    let thought = ask(json!({"type": "enabled"}));
+    assert!(thought["usage"]["completion_tokens_details"]["reasoning_tokens"].as_u64().unwrap() > 0, "{thought}");
+    assert!(thought["choices"][0]["message"]["reasoning_content"].is_string(), "{thought}");
+    let said = ask(json!(false));
+    assert_eq!(said["usage"]["completion_tokens_details"]["reasoning_tokens"], 0, "{said}");
+    assert!(said["choices"][0]["message"].get("reasoning_content").is_none(), "{said}");
+    for (field, value, shown) in [
+        ("reasoning_effort", json!("max"), "393216"),
+        ("reasoning_effort", json!("huge"), "huge"),
+        ("tool_choice", json!("required"), "tools"),
+        ("response_format", json!({"type": "yaml"}), "yaml"),
+    ] {
+        let mut body = json!({"messages": [{"role": "user", "content": "Hi."}]});
+        body[field] = value;
+        let (status, answer) = http::post(&worker.http, "/v1/chat/completions", &body);
+        assert_eq!(status, 400, "{answer}");
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(message.contains(field) && message.contains(shown), "{message}");
+    }
+}
+
+#[test]
+fn deepseek_v4_synthetic_weights_are_announced_everywhere() {
+    let sandbox = Sandbox::new();
+    let owner = owner(&sandbox);
+    let worker = sandbox.worker(&["--ctx", "2048"]);
+    for log in [owner.log(), worker.process.log()] {
+        assert!(log.contains("the weights are synthetic"), "{log}");
+    }
+    let (_, models) = http::get(&worker.http, "/v1/models");
+    let models: serde_json::Value = serde_json::from_str(&models).unwrap();
+    assert_eq!(models["data"][0]["meta"]["synthetic"], true);
+    assert_eq!(sandbox.ctl(&["models"])["models"][0]["synthetic"], true);
+    let status = sandbox.ctl(&["status"]);
+    assert_eq!(status["worker"]["synthetic"], true, "{status}");
+    for command in ["models", "status"] {
+        let shown = sandbox.run("ds4", &["ctl", command]);
+        assert!(String::from_utf8_lossy(&shown.stdout).contains("synthetic weights"), "{command}");
+    }
+}

@@ -42,6 +42,9 @@ pub struct ServeArgs {
     /// Allow an address that other machines can reach, although the API asks for no keys
     #[arg(long)]
     allow_remote: bool,
+    /// Serve models that are made for development and tests, such as the small ones of `ds4 gguf synth`
+    #[arg(long)]
+    allow_dev_models: bool,
     /// Context length in tokens
     #[arg(long, value_name = "TOKENS")]
     ctx: Option<u32>,
@@ -66,6 +69,7 @@ impl ServeArgs {
         for model in &self.model {
             args.extend(["--model".into(), std::path::absolute(model)?.into()]);
         }
+        args.extend(self.allow_dev_models.then(|| "--allow-dev-models".into()));
         Ok(args)
     }
 
