@@ -1,0 +1,185 @@
+//! `ds4 gguf convert`: a Hugging Face checkpoint of DeepSeek V4 as a GGUF file.
+//!
+//! config.json becomes metadata ([`config`]), the catalog expands that to the table of tensors, each is found in the
+//! checkpoint ([`names`]), given a type ([`recipe`]), and read, encoded and written piece by piece ([`write`]). The file
+//! appears under its name only after the catalog has accepted it.
+
+mod checkpoint;
+mod config;
+mod encode;
+mod names;
+mod recipe;
+mod tokenizer;
+mod write;
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::Context as _;
+use ds4_manifests::catalog::Class;
+use ds4_manifests::{Catalog, GgmlType, GgufModel, GgufPlan, Metadata, TensorInfo, Value};
+use ds4_settings::{EXIT_MODEL, EXIT_USAGE};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use self::checkpoint::Checkpoint;
+use self::recipe::{Override, Recipe};
+use self::write::Typed;
+use crate::failure::Failure;
+
+/// `ds4 gguf convert`.
+#[derive(clap::Args)]
+#[command(
+    after_help = "Reads config.json, tokenizer.json and the safetensors files (BF16, F16 or F32; one file or shards with \
+    their index) of a DeepseekV4ForCausalLM, under transformers' names or DeepSeek's. Weights in FP8 or FP4 are refused: \
+    save the model dequantised first. The multi-token prediction block (mtp.*) is left out.\n\n\
+    Classes of --type: embedding, output, attention, shared (shared experts), experts (gate and up), experts-down, small \
+    (routers, compressors, indexers), mixer (hyper-connections). Norms, biases and sinks stay F32.\n\n\
+    A model of the catalog's exact shape and types is served as it is; any other needs --allow-dev-models of the owner.\n\n\
+    Examples:\n  \
+    ds4 gguf convert --from DeepSeek-V4-Flash-bf16 --recipe q2 -o flash-q2.gguf\n  \
+    ds4 gguf convert --from small-v4 --recipe q2 --type experts@4-5=q4_k --type experts-down@4-5=q4_k -o mixed.gguf"
+)]
+pub struct ConvertArgs {
+    /// Directory of the checkpoint
+    #[arg(long, value_name = "DIR")]
+    from: PathBuf,
+    /// Types of the weights
+    #[arg(long, value_enum)]
+    recipe: Recipe,
+    /// Another type for a class of tensors, perhaps in some layers: CLASS=TYPE or CLASS@FIRST-LAST=TYPE; the last one counts
+    #[arg(long = "type", value_name = "CLASS=TYPE")]
+    types: Vec<Override>,
+    /// Name of the model (general.name) [default: that of the directory]
+    #[arg(long)]
+    name: Option<String>,
+    /// File to write
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Replace the file if it exists
+    #[arg(long)]
+    force: bool,
+    /// Threads that encode [default: the CPUs that this process may use]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    threads: Option<u32>,
+}
+
+/// An error about the checkpoint.
+fn bad(message: String) -> anyhow::Error {
+    Failure::error(EXIT_MODEL, message)
+}
+
+/// Runs it.
+pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
+    let shown = args.output.display();
+    if !args.force && args.output.exists() {
+        return Err(exists(&args.output));
+    }
+    let checkpoint = Checkpoint::open(&args.from)?;
+    let config = checkpoint.json("config.json")?;
+    let config = config.ok_or_else(|| bad(format!("{} has no config.json", args.from.display())))?;
+    let metadata = describe(args, &checkpoint, &config)?;
+
+    let catalog = Catalog::builtin();
+    let dev = catalog.entry("dev-deepseek4").context("the catalog has lost its development entry")?;
+    let table = catalog.expand(dev, &metadata).map_err(|e| bad(format!("config.json: {e}")))?;
+    let experts = table.hyper.int("experts").context("no experts")?;
+    let resolved = names::resolve(&checkpoint, &table.tensors())?;
+    if resolved.drafter > 0 {
+        eprintln!("{} tensors of the multi-token prediction block are left out", resolved.drafter);
+    }
+    let mut tensors = Vec::new();
+    for planned in resolved.tensors {
+        let about = (planned.name.as_str(), planned.role.as_str(), planned.layer, planned.shape[0]);
+        let ty = recipe::type_of(args.recipe, &args.types, about)?;
+        tensors.push(Typed { planned, ty, importance: None });
+    }
+    let layout: Vec<(&str, GgmlType, &[u64])> =
+        tensors.iter().map(|t| (t.planned.name.as_str(), t.ty, t.planned.shape.as_slice())).collect();
+    let plan = GgufPlan::new(&metadata, &layout)?;
+    // Refused before the work, not after it.
+    identify(&metadata, &infos(&tensors, &plan))?;
+
+    let directory = match args.output.parent() {
+        Some(p) if p != Path::new("") => p,
+        _ => Path::new("."),
+    };
+    // In the same directory, so that it can be renamed into place; removed when anything fails.
+    let temporary = tempfile::Builder::new()
+        .prefix(".ds4-convert-")
+        .permissions(std::fs::Permissions::from_mode(0o666))
+        .tempfile_in(directory)
+        .with_context(|| format!("cannot write {shown}"))?;
+    let threads = match args.threads {
+        Some(n) => usize::try_from(n)?,
+        None => std::thread::available_parallelism()?.get(),
+    };
+    let begun = Instant::now();
+    let bar = progress(plan.tensors.iter().map(|(_, len)| len).sum());
+    write::write(temporary.as_file(), &plan, &tensors, (&checkpoint, experts), threads, &bar)
+        .inspect_err(|_| bar.abandon())
+        .with_context(|| format!("{shown} was not written"))?;
+    bar.finish_and_clear();
+    temporary.as_file().sync_all().with_context(|| format!("cannot write {shown}"))?;
+
+    let model = GgufModel::open(temporary.path()).context("the written file cannot be read back")?;
+    let class = identify(&model.metadata, &model.tensors).context("the written file is refused")?;
+    let persisted =
+        if args.force { temporary.persist(&args.output) } else { temporary.persist_noclobber(&args.output) };
+    persisted.map_err(|e| match e.error.kind() {
+        std::io::ErrorKind::AlreadyExists => exists(&args.output),
+        _ => anyhow::Error::new(e.error).context(format!("cannot write {shown}")),
+    })?;
+    #[allow(clippy::cast_precision_loss, reason = "for people")]
+    let gib = plan.file_len as f64 / f64::from(1u32 << 30);
+    eprintln!(
+        "{shown}: {} tensors, {gib:.2} GiB in {:.1} s{}",
+        tensors.len(),
+        begun.elapsed().as_secs_f64(),
+        if class == Class::Dev { "; a development model: serve it with --allow-dev-models" } else { "" }
+    );
+    Ok(())
+}
+
+fn exists(path: &Path) -> anyhow::Error {
+    Failure::error(EXIT_USAGE, format!("{} exists; --force replaces it", path.display()))
+}
+
+/// The file's metadata.
+fn describe(args: &ConvertArgs, checkpoint: &Checkpoint, config: &serde_json::Value) -> anyhow::Result<Metadata> {
+    let mut metadata = config::metadata(config)?;
+    let directory = args.from.canonicalize().unwrap_or_else(|_| args.from.clone());
+    let own = directory.file_name().map(|n| n.to_string_lossy().into_owned());
+    let name = args.name.clone().or(own).unwrap_or_else(|| "DeepSeek V4".into());
+    metadata.set("general.name", Value::String(name));
+    metadata.set("general.quantization_version", Value::U64(2));
+    tokenizer::add(&mut metadata, checkpoint, config)?;
+    Ok(metadata)
+}
+
+fn infos(tensors: &[Typed], plan: &GgufPlan) -> Vec<TensorInfo> {
+    let info = |(t, (offset, len)): (&Typed, &(u64, u64))| TensorInfo {
+        name: t.planned.name.clone(),
+        ty: t.ty,
+        shape: t.planned.shape.clone(),
+        shard: 0,
+        offset: *offset,
+        len: *len,
+    };
+    tensors.iter().zip(&plan.tensors).map(info).collect()
+}
+
+/// Whether the catalog takes such a file, and as what.
+fn identify(metadata: &Metadata, tensors: &[TensorInfo]) -> anyhow::Result<Class> {
+    let found = Catalog::builtin().identify(metadata, tensors, true);
+    found.map(|m| m.entry.class).map_err(|e| Failure::error(EXIT_USAGE, format!("no engine takes such a file: {e}")))
+}
+
+fn progress(bytes: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("convert {bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta}");
+    let bar = ProgressBar::new(bytes);
+    match style {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
