@@ -4,6 +4,8 @@ use std::time::Instant;
 
 use ds4_text::{Part, Piece, PlainReader, Read, Reader, Steer};
 
+use ds4_models::speculation::Sequence;
+
 use crate::channel::EventSender;
 use crate::handle::Submission;
 use crate::logprobs::token_logprob;
@@ -41,6 +43,8 @@ pub(crate) struct Active {
     pub events: EventSender,
     pub bank: usize,
     pub phase: Phase,
+    /// What the next decode step computes; there from the first token on.
+    pub sequence: Option<Sequence>,
     /// Since when its client has left no room for events.
     pub paused: Option<Instant>,
     sampler: Sampler,
@@ -74,6 +78,7 @@ impl Active {
             events,
             bank,
             phase: Phase::Prefill(cached),
+            sequence: None,
             paused: None,
             sampler,
             reader,
@@ -85,7 +90,17 @@ impl Active {
         }
     }
 
-    /// Events that a step of this request may send before its terminal one.
+    /// Tokens that it may still generate.
+    pub fn left(&self) -> usize {
+        self.request.max_tokens.saturating_sub(self.generated)
+    }
+
+    /// Whether tokens are guessed ahead for it.
+    pub fn guessable(&self) -> bool {
+        self.request.sampling.temperature == 0.0
+    }
+
+    /// Events that a token of this request may send before its terminal one.
     pub fn events_a_step(&self) -> usize {
         1 + usize::from(self.request.logits.steps)
     }
@@ -150,7 +165,7 @@ impl Active {
     }
 
     fn count(&mut self, read: &Read) {
-        self.called |= read.pieces.iter().any(|p| matches!(p, Piece::Call(_)));
+        self.called |= read.pieces.iter().any(|p| matches!(p, Piece::CallEnd));
         self.timings.reasoning_tokens += read.settled.iter().filter(|p| **p == Part::Reasoning).count();
     }
 

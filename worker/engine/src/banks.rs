@@ -188,6 +188,19 @@ impl<D: Device> BankTable<D> {
         }
     }
 
+    /// A checkpoint of `bank` as it is, for a step that may have to be undone.
+    ///
+    /// # Errors
+    /// When memory for it cannot be had.
+    pub fn snapshot(&self, device: &D, bank: usize) -> Result<D::Checkpoint, DeviceError> {
+        device.bank_checkpoint(&self.banks[bank], self.len(bank))
+    }
+
+    /// Takes `bank` back to where `snapshot` was taken, before anything was recorded of the step.
+    pub fn undo(&mut self, device: &D, bank: usize, snapshot: &D::Checkpoint) {
+        device.bank_rewind(&mut self.banks[bank], snapshot);
+    }
+
     /// Frees a bank. Its rows stay for reuse if `keep`, within the memory limit.
     pub fn release(&mut self, device: &D, bank: usize, keep: bool) {
         self.clock += 1;

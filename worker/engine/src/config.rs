@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use ds4_kernels::StateSpec;
+use ds4_models::speculation::MAX_DRAFTS;
 
 use crate::checkpoints::CheckpointPolicy;
 
@@ -33,6 +34,9 @@ pub struct EngineConfig {
     pub checkpoint_interval: usize,
     /// Most bytes of the checkpoints of all banks.
     pub checkpoint_bytes: usize,
+    /// Most tokens that are guessed ahead in a step of a greedy request, when the model was given a drafter; at most
+    /// [`MAX_DRAFTS`]. 0: none.
+    pub drafts: usize,
 }
 
 impl Default for EngineConfig {
@@ -50,6 +54,7 @@ impl Default for EngineConfig {
             // One of DeepSeek V4 Flash is 18 MB: copied in milliseconds, where this many tokens of a prompt take seconds.
             checkpoint_interval: 1024,
             checkpoint_bytes: 512 << 20,
+            drafts: 1,
         }
     }
 }
@@ -64,6 +69,7 @@ impl EngineConfig {
         self.prefill_chunk_busy = self.prefill_chunk_busy.clamp(1, self.prefill_chunk);
         self.event_capacity = self.event_capacity.max(4);
         self.checkpoint_interval = self.checkpoint_interval.max(1);
+        self.drafts = self.drafts.min(MAX_DRAFTS);
         self
     }
 

@@ -3,11 +3,13 @@
 use std::sync::{Arc, Mutex, mpsc};
 
 use ds4_kernels::{BatchPlan, Device};
+use ds4_models::speculation::Sequence;
 use ds4_models::{Model, ModelError};
 use tokio::sync::watch;
 
 use crate::banks::BankTable;
 use crate::config::EngineConfig;
+use crate::drafting::Drafting;
 use crate::handle::{EngineHandle, EngineState, Shared};
 use crate::request::EngineError;
 use crate::scheduler::Scheduler;
@@ -20,6 +22,7 @@ pub struct Engine<D: Device> {
     pub(crate) model: Box<dyn Model<D>>,
     pub(crate) vocab: Arc<dyn Vocabulary>,
     pub(crate) banks: BankTable<D>,
+    pub(crate) drafting: Option<Drafting<D>>,
     pub(crate) config: EngineConfig,
 }
 
@@ -30,7 +33,7 @@ impl<D: Device> Engine<D> {
     /// [`EngineError::OutOfMemory`] when address space cannot be had.
     pub fn new(
         device: D,
-        model: Box<dyn Model<D>>,
+        mut model: Box<dyn Model<D>>,
         vocab: Arc<dyn Vocabulary>,
         config: EngineConfig,
     ) -> Result<Self, EngineError> {
@@ -39,7 +42,9 @@ impl<D: Device> Engine<D> {
         let policy = config.checkpoint_policy();
         let banks = BankTable::new(&device, spec, config.max_batch, config.context, keep, policy)
             .map_err(|e| EngineError::OutOfMemory(e.to_string()))?;
-        Ok(Self { device, model, vocab, banks, config })
+        let drafting = Drafting::new(&device, &mut *model, config.drafts, config.max_batch, config.context)
+            .map_err(|e| EngineError::OutOfMemory(e.to_string()))?;
+        Ok(Self { device, model, vocab, banks, drafting, config })
     }
 
     /// The settings in force.
@@ -66,6 +71,33 @@ impl<D: Device> Engine<D> {
         let scheduler = Scheduler::new(self, Arc::clone(&shared), received);
         let thread = std::thread::Builder::new().name("ds4-engine".into()).spawn(move || scheduler.run_to_end())?;
         Ok(EngineHandle { shared, commands, thread: Arc::new(Mutex::new(Some(thread))) })
+    }
+
+    /// Bytes committed by all banks, the drafter's included.
+    pub(crate) fn committed(&self) -> usize {
+        let drafter = self.drafting.as_ref().map_or(0, |d| d.committed(&self.device));
+        self.banks.committed(&self.device) + drafter
+    }
+
+    /// Prepares `bank`, which holds `len` tokens, for a span of `sequence`: with guesses in it, a snapshot is what it goes
+    /// back to. Guesses for which there is no memory are dropped.
+    pub(crate) fn place(&mut self, bank: usize, len: usize, sequence: &mut Sequence) -> Option<D::Checkpoint> {
+        if sequence.drafts().is_empty() {
+            return None;
+        }
+        let snapshot = self.banks.snapshot(&self.device, bank);
+        let placed = snapshot.and_then(|s| self.banks.commit(&self.device, bank, len + sequence.rows()).map(|()| s));
+        if let Err(e) = &placed {
+            tracing::debug!(bank, error = %e, "no room for guesses");
+            sequence.limit_drafts(0);
+        }
+        placed.ok()
+    }
+
+    /// First row and number of rows of prompt positions `from..to` that the drafter is to be shown, of a prompt of `len`.
+    pub(crate) fn shown(&self, from: usize, to: usize, len: usize) -> (usize, usize) {
+        let skipped = self.drafting.as_ref().map_or(0, |d| d.skip(from, to, len));
+        (skipped, to - from - skipped)
     }
 
     /// Runs a plan.

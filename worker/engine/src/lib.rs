@@ -8,6 +8,7 @@ mod banks;
 mod channel;
 mod checkpoints;
 mod config;
+mod drafting;
 mod engine;
 mod exp;
 mod handle;

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use ds4_kernels::{Attention, BatchPlan, Device, DeviceError, Rope, StateKind, StateSpec, StateType, TensorSource};
+use ds4_models::speculation::{DraftRequest, Drafter};
 use ds4_models::{Model, ModelError, ModelShape};
 
 use crate::vocab::Vocabulary;
@@ -164,6 +165,9 @@ pub type Script = Box<dyn FnMut(&[u32], &mut [f32]) + Send>;
 /// What the mock model does before each step; an error fails the step.
 pub type BeforeStep = Box<dyn FnMut(&BatchPlan) -> Result<(), ModelError> + Send>;
 
+/// What the mock drafter guesses: given the sequence up to the next token and how many guesses are wanted.
+pub type Guesses = Box<dyn FnMut(&[u32], usize) -> Vec<u32> + Send>;
+
 /// The model.
 pub struct MockModel {
     shape: ModelShape,
@@ -171,6 +175,7 @@ pub struct MockModel {
     logits: Vec<f32>,
     script: Script,
     before: BeforeStep,
+    guesses: Option<Guesses>,
 }
 
 impl MockModel {
@@ -185,26 +190,30 @@ impl MockModel {
             logits: Vec::new(),
             script,
             before: Box::new(|_| Ok(())),
+            guesses: None,
         }
     }
 
     /// A model whose logits are pseudo-random numbers in -4..4, different for every sequence. It never favours
     /// [`MockVocabulary::EOG`].
     pub fn hashing() -> Self {
-        Self::scripted(Box::new(|tokens, logits| {
-            let mut h = 0xcbf2_9ce4_8422_2325u64;
-            for t in tokens {
-                h = (h ^ u64::from(*t)).wrapping_mul(0x0100_0000_01b3).rotate_left(23);
-            }
-            for l in logits.iter_mut() {
-                // xorshift64
-                h ^= h << 13;
-                h ^= h >> 7;
-                h ^= h << 17;
-                *l = f32::from(u8::try_from(h >> 56).unwrap_or(0)) / 32.0 - 4.0;
-            }
-            logits[MockVocabulary::EOG as usize] = -10.0;
-        }))
+        Self::scripted(Box::new(Self::hash))
+    }
+
+    /// The script of [`MockModel::hashing`].
+    pub fn hash(tokens: &[u32], logits: &mut [f32]) {
+        let mut h = 0xcbf2_9ce4_8422_2325u64;
+        for t in tokens {
+            h = (h ^ u64::from(*t)).wrapping_mul(0x0100_0000_01b3).rotate_left(23);
+        }
+        for l in logits.iter_mut() {
+            // xorshift64
+            h ^= h << 13;
+            h ^= h >> 7;
+            h ^= h << 17;
+            *l = f32::from(u8::try_from(h >> 56).unwrap_or(0)) / 32.0 - 4.0;
+        }
+        logits[MockVocabulary::EOG as usize] = -10.0;
     }
 
     /// A model that continues any prompt of `prompt_len` tokens with `reply`, then [`MockVocabulary::EOG`].
@@ -218,6 +227,12 @@ impl MockModel {
     /// The same model with another state spec, such as [`mock_windowed_spec`].
     pub fn keeping(mut self, spec: StateSpec) -> Self {
         self.spec = spec;
+        self
+    }
+
+    /// The same model with a drafter.
+    pub fn guessing(mut self, guesses: Guesses) -> Self {
+        self.guesses = Some(guesses);
         self
     }
 
@@ -256,6 +271,51 @@ impl Model<MockDevice> for MockModel {
 
     fn logits(&self) -> &Vec<f32> {
         &self.logits
+    }
+
+    fn drafter(&mut self) -> Option<&mut dyn Drafter<MockDevice>> {
+        if self.guesses.is_some() { Some(self) } else { None }
+    }
+}
+
+/// The drafter keeps the tokens that it is shown, as rows are kept, and guesses from them. What it was not shown is 0.
+impl Drafter<MockDevice> for MockModel {
+    fn state(&self) -> &StateSpec {
+        &self.spec
+    }
+
+    fn window(&self) -> usize {
+        usize::MAX
+    }
+
+    fn draft(
+        &mut self,
+        device: &MockDevice,
+        plan: &BatchPlan,
+        requests: &[DraftRequest],
+        banks: &mut [MockBank],
+        ends: &dyn Fn(u32) -> bool,
+    ) -> Result<Vec<Vec<u32>>, ModelError> {
+        let mut all = Vec::new();
+        for r in requests {
+            let span = plan.spans.iter().find(|s| (s.first_row..s.first_row + s.rows).contains(&r.first_row));
+            let Some(span) = span else { panic!("{r:?} is of no span") };
+            let end = r.first_row + r.rows;
+            assert!(r.rows > 0 && end <= span.first_row + span.rows, "{r:?} lies in one span");
+            assert_eq!(r.first_pos, span.first_pos + r.first_row - span.first_row, "{r:?}");
+            let bank = &mut banks[r.bank];
+            // A bank's new sequence begins at the prefix that it shares with the old one, of which the drafter may know less.
+            bank.tokens.resize(r.first_pos, 0);
+            bank.torn = false;
+            device.bank_commit(bank, r.first_pos + r.rows)?;
+            device.write(bank, r.first_pos, &plan.tokens[r.first_row..end]);
+            let known: Vec<u32> = bank.tokens.iter().copied().chain([r.next]).collect();
+            let guesses = self.guesses.as_mut().filter(|_| r.drafts > 0 && !ends(r.next));
+            let guesses = guesses.map(|g| g(&known, r.drafts)).unwrap_or_default();
+            assert!(guesses.len() <= r.drafts, "no more than wanted");
+            all.push(guesses);
+        }
+        Ok(all)
     }
 }
 

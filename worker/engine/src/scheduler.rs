@@ -1,7 +1,7 @@
 //! The engine thread: queue, admission, steps, cancellation, drain.
 //!
-//! It owns all mutable state and takes no lock. A step is one decode row of every request that can take a token, plus at
-//! most a chunk of prompt tokens in order of admission: a later prompt starts only when the ones before it are whole (or lack
+//! It owns all mutable state and takes no lock. A step is one decode row of every request that can take a token (more with
+//! guesses ahead, see [`ds4_models::speculation`]), plus at most a chunk of prompt tokens in order of admission: a later prompt starts only when the ones before it are whole (or lack
 //! only a last token that is a step of its own), so at most one prompt is ever half computed. Between steps it notices
 //! clients that left. With nothing to compute it sleeps on its command channel.
 
@@ -14,6 +14,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use ds4_kernels::{BatchPlan, Device, DeviceError};
+use ds4_models::speculation::{DraftCounts, DraftRequest, Sequence, Verdict};
 
 use crate::active::{Active, Outcome, Phase};
 use crate::engine::Engine;
@@ -25,11 +26,20 @@ use crate::stats::add;
 /// Step time over which the decode rate is averaged.
 const RATE_WINDOW: Duration = Duration::from_secs(1);
 
-/// A span of the current plan: whose it is and which logits row it gets.
-#[derive(Clone, Copy, Debug)]
-struct Entry {
+/// A span of the current plan: whose it is, its first logits row of those that decide tokens, and, when it ends with guesses,
+/// the bank before them.
+struct Entry<D: Device> {
     active: usize,
     logits: Option<usize>,
+    before: Option<D::Checkpoint>,
+}
+
+/// What a step made of one request.
+enum Decided {
+    /// It goes on; the drafter may be shown this.
+    Goes(Option<DraftRequest>),
+    /// It is over: its terminal event, and whether its rows may be reused.
+    Ends(Event, bool),
 }
 
 /// The state of the engine thread.
@@ -45,7 +55,7 @@ pub(crate) struct Scheduler<D: Device> {
     /// No handle is left that could submit.
     abandoned: bool,
     plan: BatchPlan,
-    entries: Vec<Entry>,
+    entries: Vec<Entry<D>>,
     row: Vec<f32>,
     scratch: Scratch,
     window: (u64, Duration),
@@ -245,8 +255,15 @@ impl<D: Device> Scheduler<D> {
             }
             a.paused = None;
             let pos = engine.banks.len(a.bank);
-            match engine.banks.commit(&engine.device, a.bank, pos + 1) {
-                Ok(()) => entries.push(Entry { active: i, logits: plan.push(a.bank, pos, &[token], true) }),
+            let room = a.events.room() / a.events_a_step();
+            let sequence = a.sequence.get_or_insert_with(|| Sequence::new(token));
+            sequence.limit_drafts(room.saturating_sub(1));
+            let before = engine.place(a.bank, pos, sequence);
+            match engine.banks.commit(&engine.device, a.bank, pos + sequence.rows()) {
+                Ok(()) => {
+                    let logits = Some(sequence.push(plan, a.bank, pos));
+                    entries.push(Entry { active: i, logits, before });
+                }
                 Err(e) => unplaced.push((i, e)),
             }
         }
@@ -275,7 +292,7 @@ impl<D: Device> Scheduler<D> {
                     let inside = a.request.logits.within(from, to).iter().map(|p| first_row + p - from);
                     plan.wanted.extend(inside);
                     let logits = plan.push(a.bank, from, &a.request.prompt[from..to], whole);
-                    entries.push(Entry { active: i, logits });
+                    entries.push(Entry { active: i, logits, before: None });
                 }
                 Err(e) => unplaced.push((i, e)),
             }
@@ -296,37 +313,119 @@ impl<D: Device> Scheduler<D> {
     fn step(&mut self) -> Result<(), String> {
         let started = Instant::now();
         self.engine.forward(&self.plan).map_err(|e| e.to_string())?;
-        let mut prefilled = 0;
-        for (span, entry) in self.plan.spans.iter().zip(&self.entries) {
-            let rows = span.first_row..span.first_row + span.rows;
-            self.engine.banks.extend(span.bank, &self.plan.tokens[rows]);
-            let a = &mut self.active[entry.active];
-            let mut turn = false;
-            if let Phase::Prefill(from) = &mut a.phase {
-                *from += span.rows;
-                prefilled += span.rows;
-                turn = *from + 1 == a.request.prompt.len();
-            }
-            self.engine.banks.checkpoint(&self.engine.device, span.bank, turn);
-        }
-        self.send_prompt_logits();
-        let decoded = self.entries.iter().filter(|e| e.logits.is_some()).count();
+        let prefilled = self.keep_prompt_rows();
         add(&self.shared.stats.prefill_tokens, prefilled);
-        add(&self.shared.stats.decode_tokens, decoded);
+        self.send_prompt_logits();
+        let mut decoded = 0;
         let mut ended = Vec::new();
-        for entry in &self.entries {
-            let Some(logits) = entry.logits else { continue };
-            self.engine.device.read(self.engine.model.logits(), logits, &mut self.row);
-            let a = &mut self.active[entry.active];
-            match a.take_logits(&mut self.row, &*self.engine.vocab, &mut self.scratch) {
-                Outcome::Continues => {}
-                Outcome::Finished(event) => ended.push((entry.active, event, true)),
-                Outcome::Broken(event) => ended.push((entry.active, event, false)),
+        let mut guesses = Vec::new();
+        for i in 0..self.entries.len() {
+            let active = self.entries[i].active;
+            match self.decide(i, &mut decoded) {
+                Decided::Goes(request) => guesses.extend(request.map(|r| (active, r))),
+                Decided::Ends(event, keep) => ended.push((active, event, keep)),
             }
         }
+        add(&self.shared.stats.decode_tokens, decoded);
+        self.guess(&guesses);
         self.record_step(started.elapsed(), decoded as u64);
         self.end(ended);
         Ok(())
+    }
+
+    /// Records the prompt tokens of the step; returns their number.
+    fn keep_prompt_rows(&mut self) -> usize {
+        let mut prefilled = 0;
+        for (span, entry) in self.plan.spans.iter().zip(&self.entries) {
+            let a = &mut self.active[entry.active];
+            let Phase::Prefill(from) = &mut a.phase else { continue };
+            let rows = span.first_row..span.first_row + span.rows;
+            self.engine.banks.extend(span.bank, &self.plan.tokens[rows]);
+            *from += span.rows;
+            prefilled += span.rows;
+            let turn = *from + 1 == a.request.prompt.len();
+            self.engine.banks.checkpoint(&self.engine.device, span.bank, turn);
+        }
+        prefilled
+    }
+
+    /// Draws the tokens that entry `i`'s logits decide, keeps the rows that turned out right and undoes the others.
+    fn decide(&mut self, i: usize, decoded: &mut usize) -> Decided {
+        let (span, entry) = (self.plan.spans[i], &self.entries[i]);
+        let a = &mut self.active[entry.active];
+        let prompt = match a.phase {
+            Phase::Prefill(to) => Some(to),
+            Phase::Decode(_) => None,
+        };
+        let mut outcome = Outcome::Continues;
+        for row in entry.logits.into_iter().flat_map(|first| first..) {
+            self.engine.device.read(self.engine.model.logits(), row, &mut self.row);
+            outcome = a.take_logits(&mut self.row, &*self.engine.vocab, &mut self.scratch);
+            *decoded += usize::from(!matches!(outcome, Outcome::Broken(_)));
+            let (Outcome::Continues, Phase::Decode(token), None) = (&outcome, a.phase, prompt) else { break };
+            if a.sequence.as_mut().is_none_or(|s| s.decide(token) == Verdict::Last) {
+                break;
+            }
+        }
+        let goes = matches!(outcome, Outcome::Continues);
+        let mut shown = prompt.map(|to| self.engine.shown(span.first_pos, to, a.request.prompt.len()));
+        if prompt.is_none()
+            && let Some(sequence) = &mut a.sequence
+        {
+            let settled = if goes { sequence.settle() } else { sequence.end() };
+            let DraftCounts { drafted, accepted } = settled.counts;
+            self.shared.stats.drafted_tokens.fetch_add(drafted, Relaxed);
+            self.shared.stats.accepted_tokens.fetch_add(accepted, Relaxed);
+            shown = Some((settled.first_new, settled.new_rows));
+            match &entry.before {
+                Some(before) if settled.rewind => self.engine.banks.undo(&self.engine.device, span.bank, before),
+                _ => {
+                    let rows = span.first_row..span.first_row + span.rows;
+                    self.engine.banks.extend(span.bank, &self.plan.tokens[rows]);
+                    self.engine.banks.checkpoint(&self.engine.device, span.bank, false);
+                }
+            }
+        }
+        match outcome {
+            Outcome::Finished(event) => Decided::Ends(event, true),
+            Outcome::Broken(event) => Decided::Ends(event, false),
+            Outcome::Continues => Decided::Goes(self.draft_request(i, prompt, shown)),
+        }
+    }
+
+    /// What the drafter is to be shown of entry `i`, whose prompt reaches `prompt` or is whole, and asked for.
+    fn draft_request(&self, i: usize, prompt: Option<usize>, shown: Option<(usize, usize)>) -> Option<DraftRequest> {
+        let (span, a) = (self.plan.spans[i], &self.active[self.entries[i].active]);
+        let drafting = self.engine.drafting.as_ref().filter(|_| a.guessable())?;
+        let (first, rows) = shown.filter(|(_, rows)| *rows > 0)?;
+        let (next, drafts) = match (a.phase, prompt) {
+            (Phase::Decode(token), _) => {
+                let fresh = Sequence::new(token);
+                let sequence = a.sequence.as_ref().unwrap_or(&fresh);
+                let (len, context) = (self.engine.banks.len(a.bank), self.engine.config.context);
+                (token, sequence.room(drafting.drafts, len, context, a.left()))
+            }
+            (Phase::Prefill(to), _) => (*a.request.prompt.get(to)?, 0),
+        };
+        let (first_row, first_pos) = (span.first_row + first, span.first_pos + first);
+        Some(DraftRequest { bank: a.bank, first_row, first_pos, rows, next, drafts })
+    }
+
+    /// Shows the drafter what is new and gives its guesses to the requests (by index) that they are for.
+    fn guess(&mut self, wanted: &[(usize, DraftRequest)]) {
+        let engine = &mut self.engine;
+        let Some(drafting) = &mut engine.drafting else { return };
+        let requests: Vec<DraftRequest> = wanted.iter().map(|(_, r)| *r).collect();
+        let vocab = &*engine.vocab;
+        let ends = |token| vocab.is_eog(token);
+        let guesses = drafting.guess(&engine.device, &mut *engine.model, &self.plan, &requests, &ends);
+        for ((active, request), guesses) in wanted.iter().zip(guesses) {
+            // None were asked for beside a prompt that is not whole.
+            if request.drafts > 0 {
+                let sequence = &mut self.active[*active].sequence;
+                sequence.get_or_insert_with(|| Sequence::new(request.next)).set_drafts(guesses);
+            }
+        }
     }
 
     /// Sends the rows that were asked for inside of prompts.
@@ -334,7 +433,8 @@ impl<D: Device> Scheduler<D> {
         let mut next = 0;
         for (span, entry) in self.plan.spans.iter().zip(&self.entries) {
             while let Some(row) = self.plan.wanted.get(next).filter(|r| **r < span.first_row + span.rows) {
-                if entry.logits != Some(next) {
+                let prompt = matches!(self.active[entry.active].phase, Phase::Prefill(_));
+                if prompt && entry.logits != Some(next) {
                     self.engine.device.read(self.engine.model.logits(), next, &mut self.row);
                     let position = span.first_pos + row - span.first_row;
                     let row = self.row.clone();
@@ -377,7 +477,7 @@ impl<D: Device> Scheduler<D> {
         let stats = &self.shared.stats;
         stats.running.store(self.active.len(), Relaxed);
         stats.paused.store(self.active.iter().filter(|a| a.paused.is_some()).count(), Relaxed);
-        stats.bank_bytes.store(self.engine.banks.committed(&self.engine.device), Relaxed);
+        stats.bank_bytes.store(self.engine.committed(), Relaxed);
         stats.checkpoint_bytes.store(self.engine.banks.checkpoint_bytes(), Relaxed);
         stats.idle_banks.store(self.engine.banks.idle(), Relaxed);
     }

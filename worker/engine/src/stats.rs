@@ -35,6 +35,10 @@ pub struct EngineStats {
     pub prefill_tokens: u64,
     /// Tokens generated.
     pub decode_tokens: u64,
+    /// Tokens guessed ahead and computed with the ones before them.
+    pub drafted_tokens: u64,
+    /// Guesses among them that came true.
+    pub accepted_tokens: u64,
     /// Admissions that reused a prefix of their bank.
     pub prefix_hits: u64,
     /// Prompt tokens that were not computed anew.
@@ -73,6 +77,8 @@ pub(crate) struct StatsCells {
     pub stalled: AtomicU64,
     pub prefill_tokens: AtomicU64,
     pub decode_tokens: AtomicU64,
+    pub drafted_tokens: AtomicU64,
+    pub accepted_tokens: AtomicU64,
     pub prefix_hits: AtomicU64,
     pub cached_tokens: AtomicU64,
     pub rewinds: AtomicU64,
@@ -138,6 +144,8 @@ impl StatsCells {
             stalled: self.stalled.load(Relaxed),
             prefill_tokens: self.prefill_tokens.load(Relaxed),
             decode_tokens: self.decode_tokens.load(Relaxed),
+            drafted_tokens: self.drafted_tokens.load(Relaxed),
+            accepted_tokens: self.accepted_tokens.load(Relaxed),
             prefix_hits: self.prefix_hits.load(Relaxed),
             cached_tokens: self.cached_tokens.load(Relaxed),
             rewinds: self.rewinds.load(Relaxed),

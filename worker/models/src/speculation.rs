@@ -41,6 +41,9 @@ pub trait Drafter<D: Device> {
     /// overwritten before they are read. Rows that are missing (a sequence restored from elsewhere) only make guesses worse.
     fn state(&self) -> &StateSpec;
 
+    /// How many of the last rows before a position a guess there can depend on: earlier rows of a prompt need not be shown.
+    fn window(&self) -> usize;
+
     /// Takes note of rows of the last [`crate::Model::forward`], which was for `plan`, and guesses what follows. Commits its
     /// banks itself. One list a request; it is empty, or shorter than wanted, when the drafter is not sure enough or a guess
     /// `ends` the output.
@@ -138,6 +141,11 @@ impl Sequence {
         wanted.min(MAX_DRAFTS).min(left.saturating_sub(1)).min(context.saturating_sub(len + 1))
     }
 
+    /// Keeps at most `most` of the next span's guesses.
+    pub fn limit_drafts(&mut self, most: usize) {
+        self.drafts.truncate(most);
+    }
+
     /// Gives the next span its guesses.
     ///
     /// # Panics
@@ -172,6 +180,14 @@ impl Sequence {
         assert!(row <= self.drafts.len() && self.decided[..] == self.drafts[..row], "no row is left to decide");
         self.decided.push(token);
         if self.drafts.get(row) == Some(&token) { Verdict::Agrees } else { Verdict::Last }
+    }
+
+    /// Ends the sequence in the middle of a step, after decisions that all agreed: what [`Settled::rewind`] and the counts say
+    /// still holds, nothing else does.
+    pub fn end(&mut self) -> Settled {
+        let (drafted, accepted) = (self.drafts.len(), self.decided.len());
+        let counts = DraftCounts { drafted: drafted as u64, accepted: accepted as u64 };
+        Settled { rewind: accepted < drafted, first_new: 0, new_rows: 0, counts }
     }
 
     /// Ends the step after its last decision.

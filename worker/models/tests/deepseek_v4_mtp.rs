@@ -268,24 +268,8 @@ fn deepseek_v4_speculation_with_the_block_changes_nothing() {
 
 #[test]
 fn deepseek_v4_speculation_with_a_block_that_guesses_well() {
-    // A model that nearly ignores everything but the last token (its sublayers add little to the embedding), and a block that does
-    // the same: it passes the embedding on and the state not. So guesses are good, and often enough not.
-    let mut case = case("cases", "mixed");
-    case["seed"] = 4.into();
-    let hidden = size(&case["hidden"]);
-    let quiet = |name: &str, v: f32| {
-        let output = ["attn_output_b.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"];
-        if output.iter().any(|o| name.ends_with(o)) { v * 0.015625 } else { v }
-    };
-    let mut base = seeded::weights(&case);
-    seeded::edit(&mut base, |name, _, v| if name == "output_norm.weight" { 1.0 } else { quiet(name, v) });
-    let mut block = seeded::mtp_weights(&case);
-    seeded::edit(&mut block, |name, i, v| match name {
-        "mtp.0.e_proj.weight" => f32::from(u8::from(i % (hidden + 1) == 0)),
-        "mtp.0.h_proj.weight" => 0.0,
-        "mtp.0.enorm.weight" | "mtp.0.norm.weight" => 1.0,
-        _ => quiet(name, v),
-    });
+    let case = case("cases", "mixed");
+    let (base, block) = seeded::forgetful(&case);
     let prompt = &tokens(&case["ids"])[..100];
     let limits = |drafts| Limits { drafts, tokens: 80, context: 600, ends: NEVER };
     let device = CpuDevice::default();

@@ -238,6 +238,29 @@ pub fn edit(weights: &mut Weights, f: impl Fn(&str, usize, f32) -> f32) {
     weights.chunks = vec![SharedBytes::new(Arc::new(bytes))];
 }
 
+/// A model of the entry's structure that nearly ignores everything but the last token (its sublayers add little to the
+/// embedding), and a block that does the same (it passes the embedding on and the state not). So guesses are good, and often
+/// enough not.
+pub fn forgetful(case: &Json) -> (Weights, Weights) {
+    let mut case = case.clone();
+    case["seed"] = 4.into();
+    let hidden = usize::try_from(case["hidden"].as_u64().unwrap()).unwrap();
+    let quiet = |name: &str, v: f32| {
+        let output = ["attn_output_b.weight", "ffn_down_exps.weight", "ffn_down_shexp.weight"];
+        if output.iter().any(|o| name.ends_with(o)) { v / 64.0 } else { v }
+    };
+    let mut base = weights(&case);
+    edit(&mut base, |name, _, v| if name == "output_norm.weight" { 1.0 } else { quiet(name, v) });
+    let mut block = mtp_weights(&case);
+    edit(&mut block, |name, i, v| match name {
+        "mtp.0.e_proj.weight" => f32::from(u8::from(i % (hidden + 1) == 0)),
+        "mtp.0.h_proj.weight" => 0.0,
+        "mtp.0.enorm.weight" | "mtp.0.norm.weight" => 1.0,
+        _ => quiet(name, v),
+    });
+    (base, block)
+}
+
 fn finish(b: Builder<'_>, metadata: Metadata) -> Weights {
     let chunk = SharedBytes::new(Arc::new(b.bytes));
     Weights {

@@ -156,6 +156,10 @@ impl Drafter<CpuDevice> for Rigged {
         &NONE
     }
 
+    fn window(&self) -> usize {
+        0
+    }
+
     fn draft(
         &mut self,
         _: &CpuDevice,

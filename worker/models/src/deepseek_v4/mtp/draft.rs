@@ -73,6 +73,10 @@ impl<D: SparseOps + HyperOps + MoeOps> Drafter<D> for DeepseekV4<D> {
         self.mtp.as_ref().map_or(&NONE, |m| &m.spec)
     }
 
+    fn window(&self) -> usize {
+        self.p.window
+    }
+
     fn draft(
         &mut self,
         device: &D,
