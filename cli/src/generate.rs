@@ -35,6 +35,32 @@ pub struct Sampling {
     /// Stop before this text (repeatable)
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
+    /// How much a model that can think should [default: high for such a model]
+    #[arg(long, value_enum, value_name = "MODE")]
+    thinking: Option<Effort>,
+}
+
+/// How much to think.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Effort {
+    /// Not at all
+    Off,
+    /// As the model sees fit
+    High,
+    /// As much as it can; needs a context of 393,216 tokens
+    Max,
+}
+
+impl Effort {
+    /// The `reasoning_effort` of the API.
+    fn word(self) -> &'static str {
+        match self {
+            Self::Off => "none",
+            Self::High => "high",
+            Self::Max => "max",
+        }
+    }
 }
 
 fn number(text: &str) -> Result<f64, String> {
@@ -64,6 +90,11 @@ impl Sampling {
         given.into_iter().filter_map(|(key, value)| Some((key.to_string(), value?))).collect()
     }
 
+    /// How much thinking was asked for.
+    pub fn thinking(&self) -> Option<Effort> {
+        self.thinking
+    }
+
     /// How many tokens are wanted at most, if it was said.
     pub fn max_tokens(&self) -> Option<u32> {
         self.max_tokens
@@ -91,6 +122,9 @@ impl Sampling {
     pub fn chat_body(&self, messages: &[Value]) -> Value {
         let mut body = self.fields();
         body.insert("messages".into(), messages.into());
+        if let Some(effort) = self.thinking {
+            body.insert("reasoning_effort".into(), effort.word().into());
+        }
         stream_body(body)
     }
 
@@ -229,6 +263,9 @@ mod tests {
     #[test]
     fn the_summary_shows_what_the_worker_reported() {
         let summary = Summary {
+        let off = Sampling { thinking: Some(Effort::Off), ..Sampling::default() };
+        assert_eq!(off.chat_body(&[])["reasoning_effort"], "none");
+        assert!(Sampling::default().chat_body(&[]).get("reasoning_effort").is_none());
             finish_reason: Some("length".into()),
             usage: Some(json!({"prompt_tokens": 5, "completion_tokens": 7})),
             timings: Some(json!({"prompt_per_second": 100.4, "predicted_per_second": 20.04})),

@@ -54,8 +54,12 @@ pub async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     if prompt.is_empty() {
         return Err(Failure::error(EXIT_USAGE, "the prompt is empty; give -p TEXT, or -p - to read standard input"));
     }
+    if args.raw && args.sampling.thinking().is_some() {
+        return Err(Failure::error(EXIT_USAGE, "--thinking is part of the chat layout, which --raw leaves out"));
+    }
     if args.dump.wanted() {
-        let source = Source { prompt: &prompt, system: args.system.as_deref(), raw: args.raw };
+        let thinking = args.sampling.thinking();
+        let source = Source { prompt: &prompt, system: args.system.as_deref(), raw: args.raw, thinking };
         return dump::dump(&args.dump, &source, &args.sampling, &args.worker).await;
     }
     let body = if args.raw {

@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use super::Source;
 use super::npy;
+use crate::generate::Effort;
 
 /// A token as files have it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -82,6 +83,8 @@ pub struct LogprobsFile<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     system: Option<&'a str>,
     raw: bool,
+    /// The flag; `null` when none was given.
+    thinking: Option<Effort>,
     prompt_tokens: &'a [u32],
     usage: Usage,
     finish_reason: &'a str,
@@ -108,6 +111,7 @@ impl<'a> LogprobsFile<'a> {
             prompt: source.prompt,
             system: source.system,
             raw: source.raw,
+            thinking: source.thinking,
             prompt_tokens: &begin.prompt,
             usage: Usage { prompt_tokens: begin.prompt.len(), completion_tokens: steps.len() },
             finish_reason,
@@ -234,7 +238,7 @@ mod tests {
     #[test]
     fn a_dump_of_steps_is_read_back_as_a_vector() {
         let begin = begin();
-        let source = Source { prompt: "say hi", system: Some("s"), raw: false };
+        let source = Source { prompt: "say hi", system: Some("s"), raw: false, thinking: Some(Effort::High) };
         let steps = vec![StepEntry::of(&step(&[]), 0, 1).unwrap(), StepEntry::of(&step(&[]), 1, 0).unwrap()];
         let file = LogprobsFile::of(&begin, &source, Vec::new(), steps, "length");
         let dir = tempfile::tempdir().unwrap();
@@ -242,6 +246,7 @@ mod tests {
         file.write(&path).unwrap();
         let cases = crate::eval::read_json(&path).unwrap();
         assert_eq!((cases.prompt.as_str(), cases.system.as_deref(), cases.raw), ("say hi", Some("s"), false));
+        assert_eq!(cases.thinking, Some(Effort::High));
         assert_eq!((cases.steps.len(), cases.prompt_tokens), (2, Some(4)));
         assert_eq!((cases.steps[0].token.as_slice(), cases.steps[0].top.len()), (&b"hi"[..], 1));
         assert!((cases.steps[0].top[0].1 + 0.5).abs() < 1e-12);

@@ -17,7 +17,7 @@ use crate::client::debug::{Scores, chat_prompt, raw_prompt};
 use crate::client::{WorkerArgs, control};
 use crate::ctl::render::{cell, table};
 use crate::failure::Failure;
-use crate::generate::Sampling;
+use crate::generate::{Effort, Sampling};
 use files::{LogitsFile, LogprobsFile, StepEntry};
 use shown::{hex, readable};
 
@@ -59,15 +59,23 @@ pub struct Source<'a> {
     pub system: Option<&'a str>,
     /// No chat layout.
     pub raw: bool,
+    /// How much the model should think.
+    pub thinking: Option<Effort>,
+}
+
+/// The service's word for a flag.
+pub fn mode(thinking: Option<Effort>) -> v1::Thinking {
+    match thinking {
+        None => v1::Thinking::Unspecified,
+        Some(Effort::Off) => v1::Thinking::Off,
+        Some(Effort::High) => v1::Thinking::High,
+        Some(Effort::Max) => v1::Thinking::Max,
+    }
 }
 
 impl Source<'_> {
     fn prompt(&self) -> v1::Prompt {
-        if self.raw {
-            raw_prompt(self.prompt)
-        } else {
-            chat_prompt(self.system, self.prompt, v1::Thinking::Unspecified)
-        }
+        if self.raw { raw_prompt(self.prompt) } else { chat_prompt(self.system, self.prompt, mode(self.thinking)) }
     }
 }
 

@@ -7,6 +7,7 @@ use ds4_settings::EXIT_USAGE;
 
 use super::{official, vec_file};
 use crate::failure::Failure;
+use crate::generate::Effort;
 
 /// A prompt and what followed it when it was recorded.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,6 +20,8 @@ pub struct Case {
     pub system: Option<String>,
     /// Continue the prompt without a chat layout.
     pub raw: bool,
+    /// How much the model thought; official captures were made without. `None`: what it does unasked.
+    pub thinking: Option<Effort>,
     /// Prompt tokens that the recorder counted, control tokens included.
     pub prompt_tokens: Option<u32>,
     /// What followed.

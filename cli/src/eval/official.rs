@@ -2,7 +2,7 @@
 //!
 //! Schema `ds4-official-logprobs-v1` (and -v2, which has fewer keys beside the steps): `id`, `prompt` (the user's text),
 //! `usage.prompt_tokens`, `steps[]` of `step`, `token {text, bytes[]}`, `top_logprobs[] {token, logprob}`. `ds4-logprobs-v1`
-//! adds `raw` and `system` and has no `id`: the file's name stands for it.
+//! adds `raw`, `system` and `thinking` and has no `id`: the file's name stands for it.
 
 use std::path::Path;
 
@@ -10,6 +10,7 @@ use serde::Deserialize;
 
 use super::SCHEMA_DUMP;
 use super::case::{Case, Step, UNKNOWN, malformed, read_text};
+use crate::generate::Effort;
 
 const SCHEMAS: [&str; 3] = ["ds4-official-logprobs-v1", "ds4-official-logprobs-v2", SCHEMA_DUMP];
 
@@ -21,8 +22,15 @@ struct File {
     system: Option<String>,
     #[serde(default)]
     raw: bool,
+    #[serde(default = "off")]
+    thinking: Option<Effort>,
     usage: Option<Usage>,
     steps: Vec<StepData>,
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "the default of an optional field")]
+fn off() -> Option<Effort> {
+    Some(Effort::Off)
 }
 
 #[derive(Deserialize)]
@@ -99,6 +107,7 @@ pub fn read(path: &Path) -> anyhow::Result<Case> {
         prompt: file.prompt,
         system: file.system,
         raw: file.raw,
+        thinking: file.thinking,
         prompt_tokens: file.usage.and_then(|u| u.prompt_tokens),
         steps,
     })
@@ -140,6 +149,7 @@ mod tests {
     fn deepseek_v4_an_official_capture_is_read() {
         let case = parsed(CAPTURE).unwrap();
         assert_eq!((case.id.as_str(), case.prompt_tokens, case.raw), ("short_reasoning_plain", Some(18), false));
+        assert_eq!(case.thinking, Some(Effort::Off));
         assert_eq!(
             case.steps[0],
             Step { token: b"16".to_vec(), top: vec![(b"16".to_vec(), 0.0)] },

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use super::case::{Case, Step, UNKNOWN, malformed, read_text};
 use crate::dump::shown::unhex;
+use crate::generate::Effort;
 
 /// Most steps of a case and most candidates of a step: beyond it a file is damaged.
 const MAX_COUNT: usize = 100_000;
@@ -80,7 +81,15 @@ fn begin(path: &Path, rest: &str) -> Result<(Case, usize), String> {
     }
     let file = find(path, file)?;
     let prompt = std::fs::read_to_string(&file).map_err(|e| format!("prompt file {}: {e}", file.display()))?;
-    let case = Case { id: id.into(), prompt, system: None, raw: false, prompt_tokens: None, steps: Vec::new() };
+    let case = Case {
+        id: id.into(),
+        prompt,
+        system: None,
+        raw: false,
+        thinking: Some(Effort::Off),
+        prompt_tokens: None,
+        steps: Vec::new(),
+    };
     Ok((case, steps))
 }
 

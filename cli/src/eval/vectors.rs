@@ -15,6 +15,7 @@ use super::report::{self, Line, Outcome, ScoredStep};
 use super::score::{Limits, Local, Problem, judge};
 use crate::client::RuntimeArgs;
 use crate::client::debug::{Scores, chat_prompt, raw_prompt};
+use crate::dump::mode;
 use crate::failure::Failure;
 
 /// `ds4 eval vectors`.
@@ -110,7 +111,7 @@ async fn score(
     let prompt = if raw || case.raw {
         raw_prompt(&case.prompt)
     } else {
-        chat_prompt(case.system.as_deref(), &case.prompt, v1::Thinking::Off)
+        chat_prompt(case.system.as_deref(), &case.prompt, mode(case.thinking))
     };
     let request = v1::ScoreRequest {
         prompt: Some(prompt),

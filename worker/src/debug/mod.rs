@@ -4,6 +4,7 @@ mod distribution;
 
 use std::sync::Arc;
 
+use ds4_api::{Backend as _, PromptError};
 use ds4_engine::{EngineError, Event, EventReceiver, GenerateRequest, LogitsWanted, SamplingParams};
 use ds4_proto::v1;
 use ds4_proto::v1::debug_server::Debug;
@@ -51,34 +52,43 @@ fn refusal(e: &EngineError) -> Status {
     }
 }
 
+fn too_long(at_least: usize, context: usize) -> Status {
+    invalid(format!(
+        "the prompt has at least {at_least} tokens and the context is {context}; shorten it or raise --ctx"
+    ))
+}
+
 /// Token ids of a prompt. Long texts take long: to be called off the runtime.
 fn tokens_of(serving: &Serving, prompt: Option<v1::Prompt>) -> Result<Vec<u32>, Status> {
-    use ds4_api::Backend as _;
     use v1::prompt::Form;
     match prompt.and_then(|p| p.form) {
         None => Err(invalid("the request has no prompt: give text, chat or tokens")),
-        Some(Form::Text(text)) => serving.tokenize(&text).map_err(invalid),
+        Some(Form::Text(text)) => serving.tokenize(&text).map_err(|e| match e {
+            PromptError::TooLong { at_least } => too_long(at_least, serving.info.context),
+            e => invalid(e),
+        }),
         Some(Form::Tokens(tokens)) => Ok(tokens.ids),
         Some(Form::Chat(chat)) => {
             let template = serving.template.as_ref().ok_or_else(|| {
                 Status::failed_precondition("this model has no chat template; give the prompt as text (--raw)")
             })?;
-            let rendered = template.render(&chat_input(&chat)?).map_err(|e| match e {
-                TextError::Refused { reason } => {
-                    invalid(format!("the model's chat template refuses this conversation: {reason}"))
-                }
-                e => invalid(e),
-            })?;
+            let rendered =
+                template.render(&chat_input(&chat, template.abilities().reasoning)?).map_err(|e| match e {
+                    TextError::Refused { reason } => {
+                        invalid(format!("the model's chat template refuses this conversation: {reason}"))
+                    }
+                    e => invalid(e),
+                })?;
             let limit = serving.info.context.saturating_mul(4);
-            rendered.encode_up_to(&serving.tokenizer, limit).map_err(|e| {
-                invalid(format!("the prompt has at least {} tokens, the context {}", e.at_least, serving.info.context))
-            })
+            rendered.encode_up_to(&serving.tokenizer, limit).map_err(|e| too_long(e.at_least, serving.info.context))
         }
     }
 }
 
-fn chat_input(chat: &v1::ChatPrompt) -> Result<ChatInput, Status> {
+/// The conversation. `reasons`: the model has a reasoning mode, in which the HTTP API answers unless told otherwise.
+fn chat_input(chat: &v1::ChatPrompt, reasons: bool) -> Result<ChatInput, Status> {
     let thinking = match v1::Thinking::try_from(chat.thinking) {
+        Ok(v1::Thinking::Unspecified) if reasons => Some(Thinking::High),
         Ok(v1::Thinking::Unspecified) => None,
         Ok(v1::Thinking::Off) => Some(Thinking::None),
         Ok(v1::Thinking::High) => Some(Thinking::High),
@@ -312,12 +322,14 @@ mod tests {
             messages: vec![v1::ChatTurn { role: "user".into(), content: "x".into() }],
             thinking: thinking.into(),
         };
-        let off = chat_input(&chat(v1::Thinking::Off)).unwrap();
+        let off = chat_input(&chat(v1::Thinking::Off), true).unwrap();
         assert_eq!((off.thinking, off.variables["enable_thinking"].as_bool()), (Some(Thinking::None), Some(false)));
-        let max = chat_input(&chat(v1::Thinking::Max)).unwrap();
+        let max = chat_input(&chat(v1::Thinking::Max), true).unwrap();
         assert_eq!((max.thinking, max.variables["enable_thinking"].as_bool()), (Some(Thinking::Max), Some(true)));
-        assert!(chat_input(&chat(v1::Thinking::Unspecified)).unwrap().variables.is_empty());
-        assert!(chat_input(&v1::ChatPrompt { thinking: 7, ..Default::default() }).is_err());
+        let unsaid = |reasons| chat_input(&chat(v1::Thinking::Unspecified), reasons).unwrap();
+        assert!(unsaid(false).thinking.is_none() && unsaid(false).variables.is_empty());
+        assert_eq!(unsaid(true).thinking, Some(Thinking::High), "as over HTTP");
+        assert!(chat_input(&v1::ChatPrompt { thinking: 7, ..Default::default() }, true).is_err());
     }
 
     #[test]
