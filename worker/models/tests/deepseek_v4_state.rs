@@ -10,7 +10,7 @@ mod support;
 use ds4_kernels::cpu::{CpuBank, CpuCheckpoint};
 use ds4_kernels::ops::KvNumerics;
 use ds4_kernels::{BatchPlan, CpuDevice, Device};
-use ds4_kv::{Container, ContainerError, PayloadError, Reason};
+use ds4_kv::{Container, ContainerError, Payload, PayloadError, PayloadShape, Reason};
 use ds4_models::Model;
 use ds4_models::deepseek_v4::DeepseekV4;
 use ds4_models::session::{Session, SessionError, SessionFormat, SessionLimits, restore_container};
@@ -288,6 +288,53 @@ fn deepseek_v4_payloads_have_the_published_order() {
     for row in a.window.chunks(32) {
         assert!(row[..24].iter().all(|v| v.to_bits() & 0x000f_ffff == 0), "{row:?}");
         assert!(row[24..].iter().all(|v| v.to_bits() & 0x1fff == 0), "{row:?}");
+    }
+}
+
+/// Other engines write other values where none is read: −1e30 for the score of an empty slot, and, after a prefill, whatever they
+/// have in slots that the open window has not reached. What continues must not depend on it.
+#[test]
+fn deepseek_v4_what_other_engines_leave_in_unread_slots_changes_nothing() {
+    let case = case("mixed");
+    let shape = PayloadShape {
+        context: CONTEXT,
+        prefill_chunk: 64,
+        ring_rows: 2304,
+        window: 128,
+        ratios: vec![0, 0, 4, 128, 4, 128],
+        head_dim: 32,
+        index_dim: 16,
+        vocab: 160,
+    };
+    let mut live = Live::new(&case, KvNumerics::Official);
+    for at in [1, 3, 4, 6, 130, 259] {
+        let logits = live.reset(&detour(at)).pop().unwrap();
+        let bytes = live.save(&logits);
+        let want = live.decode(logits.clone(), 140);
+
+        let mut payload = Payload::decode(&bytes, &shape).unwrap();
+        let mut changed = 0;
+        for (layer, ratio) in payload.layers.iter_mut().zip(&shape.ratios) {
+            let overlap = *ratio == 4;
+            for (c, dim) in [(&mut layer.main, 32), (&mut layer.index, 16)] {
+                let Some(c) = c else { continue };
+                let width = if overlap { 2 * dim } else { dim };
+                let open = if overlap { 4 } else { 0 };
+                let unread = (open + at % ratio) * width;
+                for v in c.values[unread..].iter_mut().chain(&mut c.scores[unread..]) {
+                    *v = 12.5;
+                    changed += 1;
+                }
+                for s in c.scores.iter_mut().filter(|s| **s == f32::NEG_INFINITY) {
+                    *s = -1e30;
+                    changed += 1;
+                }
+            }
+        }
+        assert!(changed > 0);
+        live.reset(&detour(20));
+        let session = live.restore(&payload.encode(&shape)).unwrap();
+        same(&live.decode(session.logits, 140), &want, &format!("from {at}"));
     }
 }
 
