@@ -150,6 +150,7 @@ fn message(choice: &Choice) -> Message<'_> {
     let tool_calls: Vec<FullCall<'_>> = choice
         .calls
         .iter()
+        .filter(|c| c.complete)
         .map(|c| FullCall {
             id: call_id(),
             r#type: "function",
@@ -187,8 +188,8 @@ impl ChatWire {
         Logprobs { content: of(Part::Text), refusal: None, reasoning_content }
     }
 
-    /// The delta of one piece.
-    fn delta_of<'p>(&mut self, index: usize, piece: &'p Piece) -> Delta<'p> {
+    /// The delta of one piece, if it needs one.
+    fn delta_of<'p>(&mut self, index: usize, piece: &'p Piece) -> Option<Delta<'p>> {
         let mut delta = Delta::default();
         let sent = self.calls.get_mut(index);
         match piece {
@@ -208,8 +209,9 @@ impl ChatWire {
                 let function = DeltaFunction { name: None, arguments: text };
                 delta.tool_calls = Some([DeltaCall { index: at, id: None, r#type: None, function }]);
             }
+            Piece::CallEnd => return None,
         }
-        delta
+        Some(delta)
     }
 
     fn chunk(
@@ -241,7 +243,7 @@ impl Wire for ChatWire {
     fn delta(&mut self, index: usize, pieces: &[Piece], logprobs: &[(Part, TokenLogprob)], out: &mut Vec<u8>) {
         let mut logprobs = (!logprobs.is_empty()).then(|| self.logprobs(logprobs));
         for piece in pieces {
-            let delta = self.delta_of(index, piece);
+            let Some(delta) = self.delta_of(index, piece) else { continue };
             let choice = ChunkChoice { index, delta, logprobs: logprobs.take(), finish_reason: None };
             self.chunk(&[choice], None, None, out);
         }

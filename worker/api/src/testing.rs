@@ -22,6 +22,7 @@ pub fn model() -> ModelInfo {
         family: "llama".into(),
         artifact: "scripted".into(),
         synthetic: false,
+        drafter: None,
         abilities: Default::default(),
         blake3: "00".repeat(32),
         epoch: 1,
@@ -161,7 +162,7 @@ impl Script {
         let (mut made, mut reasoning_tokens, mut called) = (0, 0, false);
         let mut count = |read: &Read| {
             reasoning_tokens += read.settled.iter().filter(|p| **p == Part::Reasoning).count();
-            called |= read.pieces.iter().any(|p| matches!(p, Piece::Call(_)));
+            called |= read.pieces.iter().any(|p| matches!(p, Piece::CallEnd));
         };
         let reason = loop {
             if made == request.max_tokens {

@@ -15,7 +15,7 @@ pub struct Choice {
     pub text: String,
     /// All of its reasoning.
     pub reasoning: String,
-    /// Its calls of tools.
+    /// Its calls of tools. Whoever answers leaves out the incomplete: half a command must not be run.
     pub calls: Vec<Call>,
     /// The log-probabilities of every token of text and reasoning, when asked for.
     pub logprobs: Vec<(Part, TokenLogprob)>,
@@ -32,6 +32,8 @@ pub struct Call {
     pub name: String,
     /// Arguments as the text of a JSON object.
     pub arguments: String,
+    /// It was not cut short.
+    pub complete: bool,
 }
 
 impl Choice {
@@ -41,10 +43,15 @@ impl Choice {
             match piece {
                 Piece::Text(text) => self.text.push_str(&text),
                 Piece::Reasoning(text) => self.reasoning.push_str(&text),
-                Piece::Call(name) => self.calls.push(Call { name, arguments: String::new() }),
+                Piece::Call(name) => self.calls.push(Call { name, ..Call::default() }),
                 Piece::Arguments(text) => {
                     if let Some(call) = self.calls.last_mut() {
                         call.arguments.push_str(&text);
+                    }
+                }
+                Piece::CallEnd => {
+                    if let Some(call) = self.calls.last_mut() {
+                        call.complete = true;
                     }
                 }
             }

@@ -18,6 +18,8 @@ pub enum Piece {
     Call(String),
     /// The next part of the last call's arguments. The parts, joined, are the text of a JSON object.
     Arguments(String),
+    /// The last call is complete. One without this was cut short, and must not be run.
+    CallEnd,
 }
 
 /// Which part of the answer a token belongs to.

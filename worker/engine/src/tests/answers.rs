@@ -38,7 +38,11 @@ impl Reader for ToyReader {
                 self.part = Part::Hidden;
                 read.pieces.push(Piece::Call("f".into()));
             }
-            ")" | ">" => self.part = Part::Text,
+            ">" => {
+                self.part = Part::Text;
+                read.pieces.push(Piece::CallEnd);
+            }
+            ")" => self.part = Part::Text,
             _ if before == Part::Reasoning => read.pieces.push(Piece::Reasoning(text)),
             _ if before == Part::Text => read.pieces.push(Piece::Text(text)),
             _ => {}
@@ -80,7 +84,9 @@ fn parts_are_told_apart_counted_and_named_in_the_end() {
     assert_eq!((reason, timings.reasoning_tokens, timings.completion_tokens), (FinishReason::Stop, 4, 8));
     let heard = hear(start(reply("a<x>"), small()).submit(toy_request(Toy::default())).unwrap());
     assert_eq!((heard.text.as_str(), heard.done().0), ("a.", FinishReason::ToolCalls));
-    let cut = GenerateRequest { max_tokens: 2, ..toy_request(Toy::default()) };
+    let unfinished = hear(start(reply("a<x"), small()).submit(toy_request(Toy::default())).unwrap());
+    assert_eq!(unfinished.done().0, FinishReason::Stop);
+    let cut = GenerateRequest { max_tokens: 4, ..toy_request(Toy::default()) };
     let heard = hear(start(reply("a<x>"), small()).submit(cut).unwrap());
     assert_eq!(heard.done().0, FinishReason::Length, "cut is cut, whatever was called");
 }

@@ -41,6 +41,7 @@ impl Format {
                 quoted: if tools.is_empty() { Vec::new() } else { quoted_of(input) },
                 tools,
                 decode_entities: false,
+                live: true,
             },
             single: input.single_call,
             forced: forced.map_or_else(Vec::new, |text| tokenizer.encode(&text, Specials::Parse)),
@@ -126,8 +127,10 @@ impl AnswerReader {
                     self.ended |= pushed.stopped;
                 }
                 Event::Reasoning(text) => pieces.push(Piece::Reasoning(text)),
-                Event::Call(call) => {
-                    pieces.extend([Piece::Call(call.name), Piece::Arguments(call.arguments)]);
+                Event::Begin(name) => pieces.push(Piece::Call(name)),
+                Event::Arguments(text) => pieces.push(Piece::Arguments(text)),
+                Event::Call(_) => {
+                    pieces.push(Piece::CallEnd);
                     self.ended |= self.format.single;
                 }
                 Event::Stop => self.ended = true,

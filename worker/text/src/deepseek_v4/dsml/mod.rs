@@ -15,7 +15,8 @@
 //! # Choices
 //! * String values are taken as they are, as in training. [`Options::decode_entities`] turns `&lt;` and its like back for
 //!   models that escape.
-//! * A call is reported when it is complete, not piece by piece.
+//! * A call is reported when it is complete; [`Options::live`] tells of it while it is read, too, and then of those that are
+//!   cut short.
 //! * An answer cut by its budget inside a call yields none of that call: half a command must not run. One that ended by
 //!   itself there yields the call, whose closers were forgotten.
 
@@ -47,6 +48,11 @@ pub enum Event {
     Content(String),
     /// A complete call.
     Call(ToolCall),
+    /// With [`Options::live`]: a call of this tool is being read, and is no quotation.
+    Begin(String),
+    /// With [`Options::live`]: the next part of its arguments. All parts of a call that becomes complete, joined, are an object
+    /// equal to [`ToolCall::arguments`]; the last part comes just before [`Event::Call`].
+    Arguments(String),
     /// A tool's tag although no tools were sent: the answer ends here, as if the model had stopped.
     Stop,
 }
@@ -76,6 +82,8 @@ pub struct Options {
     pub quoted: Vec<String>,
     /// Turn `&amp;`, `&lt;`, `&gt;`, `&quot;` and `&apos;` in string values into what they stand for.
     pub decode_entities: bool,
+    /// Tell of calls while they are read, too.
+    pub live: bool,
 }
 
 /// Why the text ended.

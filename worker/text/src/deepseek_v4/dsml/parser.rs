@@ -5,14 +5,17 @@
 use super::markdown::Code;
 use super::tags::{Lexed, Name, Tag, lex, may_begin};
 use super::value::{is_object, json_text, minify};
-use super::{End, Event, Kind, Options, Position, ToolCall};
+use super::{End, Event, Kind, Options, ToolCall};
 use crate::deepseek_v4::{END_THINK, THINK};
 
 mod call;
 mod decide;
+mod live;
+mod observe;
 
 use call::{Call, close_parameter, object, open_parameter};
 use decide::Verdict;
+use live::Live;
 
 /// The text of the calls being read, to tell a quotation.
 #[derive(Debug, Default)]
@@ -23,6 +26,8 @@ struct Region {
     space: String,
     /// How much of the text was shown, as a quotation.
     shown: usize,
+    /// It repeats nothing that someone else said, however it goes on.
+    certain: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,6 +61,7 @@ pub struct Parser {
     spoken: bool,
     in_block: bool,
     call: Option<Call>,
+    live: Live,
     region: Region,
     calls: usize,
     cut: bool,
@@ -81,6 +87,7 @@ impl Parser {
             spoken: false,
             in_block: false,
             call: None,
+            live: Live::default(),
             region: Region::default(),
             calls: 0,
             cut: false,
@@ -118,64 +125,6 @@ impl Parser {
         std::mem::take(&mut self.events)
     }
 
-    /// Number of calls so far.
-    pub fn calls(&self) -> usize {
-        self.calls
-    }
-
-    /// True when a call was begun that is not reported, because the answer ended inside it.
-    pub fn cut(&self) -> bool {
-        self.cut
-    }
-
-    /// Where the next token falls, judged by all that was pushed.
-    pub fn position(&self) -> Position {
-        let held = match lex_held(&self.buffer) {
-            Some(Lexed::Partial { marked }) => marked,
-            Some(Lexed::Tag(..)) => self.waiting,
-            _ => false,
-        };
-        match self.state {
-            State::ThinkingStart | State::Thinking | State::Stopped => Position::Free,
-            State::Content if held && !self.options.tools.is_empty() => Position::Structure,
-            State::Content => Position::Free,
-            State::Block => Position::Structure,
-            State::Call => match self.call.as_ref().and_then(|c| c.open.last()) {
-                None => Position::Structure,
-                // A closing tag of two bytes or more has begun.
-                Some(_) if held || self.buffer.starts_with("</") => Position::Structure,
-                Some(p) if p.string == Some(false) && !p.in_string => Position::Structure,
-                Some(_) => Position::Payload,
-            },
-        }
-    }
-
-    /// What the text that was decided on since the last time is: lengths in bytes, in the order of the text.
-    pub fn take_spans(&mut self) -> Vec<(usize, Kind)> {
-        std::mem::take(&mut self.spans)
-    }
-
-    /// True while what comes is reasoning.
-    pub fn is_thinking(&self) -> bool {
-        matches!(self.state, State::ThinkingStart | State::Thinking)
-    }
-
-    /// True when a block of calls was closed by its own tag: as in training, the answer ends there.
-    pub fn closed(&self) -> bool {
-        self.closed
-    }
-
-    /// True where the token that begins reasoning (`closes`: ends it) means something, or is part of a value; elsewhere it is
-    /// the model's slip.
-    pub fn has_place_for_think(&self, closes: bool) -> bool {
-        match self.state {
-            State::ThinkingStart => true,
-            State::Thinking => closes,
-            State::Content => !self.spoken && self.calls == 0,
-            State::Block | State::Call | State::Stopped => true,
-        }
-    }
-
     fn run(&mut self, end: Option<End>) {
         self.waiting = false;
         while !self.buffer.is_empty() {
@@ -188,6 +137,7 @@ impl Parser {
                 State::Call => self.in_call(end),
                 State::Stopped => self.discard(),
             }
+            self.tell();
             if before == (self.buffer.len(), self.state) {
                 break;
             }
@@ -413,6 +363,7 @@ impl Parser {
 
     fn begin_call(&mut self, tag: Tag) {
         let Some(name) = tag.called else { return };
+        self.live = Live::default();
         let call = Call { name, marked: tag.marked, parameters: Vec::new(), stray: String::new(), open: Vec::new() };
         if tag.self_closed {
             self.end_call(call, false);
@@ -435,7 +386,10 @@ impl Parser {
         let stray = call.stray.trim();
         let arguments =
             if call.parameters.is_empty() && is_object(stray) { minify(stray) } else { object(&call.parameters) };
+        self.tell_rest(&call, &arguments);
         self.events.push(Event::Call(ToolCall { name: call.name, arguments }));
+        // What was shown before it was a quotation; this is none.
+        self.region.shown = 0;
         self.calls += 1;
         self.after_one();
     }
@@ -534,8 +488,4 @@ impl Parser {
         }
         self.call = Some(call);
     }
-}
-
-fn lex_held(buffer: &str) -> Option<Lexed> {
-    buffer.starts_with(may_begin).then(|| lex(buffer))
 }

@@ -18,14 +18,26 @@ pub(super) fn options(thinking: bool) -> Options {
 
 /// Parses `text` given in pieces of `size` characters (0: whole).
 pub(super) fn parse_in(options: &Options, text: &str, size: usize, end: End) -> Parsed {
-    let mut parser = Parser::new(options.clone());
+    let mut parser = Parser::new(Options { live: true, ..options.clone() });
     let mut out = Parsed::default();
+    // The call that is being told.
+    let mut live: Option<(String, String)> = None;
     let mut take = |events: Vec<Event>| {
         for event in events {
             match event {
                 Event::Reasoning(t) => out.reasoning += &t,
                 Event::Content(t) => out.content += &t,
-                Event::Call(c) => out.calls.push(c),
+                Event::Begin(name) => {
+                    assert_eq!(live.replace((name, String::new())), None, "one call at a time: {text}")
+                }
+                Event::Arguments(t) => live.as_mut().expect("a call").1 += &t,
+                Event::Call(c) => {
+                    let (name, told) = live.take().expect("told before");
+                    let told: serde_json::Value = serde_json::from_str(&told).unwrap_or_else(|e| panic!("{e}: {told}"));
+                    let whole: serde_json::Value = serde_json::from_str(&c.arguments).expect("JSON");
+                    assert_eq!((name.as_str(), told), (c.name.as_str(), whole), "{text}");
+                    out.calls.push(c);
+                }
                 Event::Stop => out.stopped = true,
             }
         }
@@ -36,6 +48,7 @@ pub(super) fn parse_in(options: &Options, text: &str, size: usize, end: End) -> 
     }
     take(parser.finish(end));
     out.cut = parser.cut();
+    assert!(live.is_none() || out.cut, "a call was told of that is none: {text}");
     assert_eq!(parser.calls(), out.calls.len());
     out
 }
@@ -138,6 +151,55 @@ fn t3_echo_of_what_the_user_wrote_is_no_call() {
             assert!(parsed.content.starts_with(&text) && parsed.content.ends_with("and so"), "{}", parsed.content);
         }
     }
+}
+
+#[test]
+fn deepseek_v4_dsml_calls_are_told_while_they_are_read() {
+    let mut parser = Parser::new(Options { live: true, ..options(false) });
+    let mut told = Vec::new();
+    for text in [
+        "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"f\"",
+        ">\n",
+        "<｜DSML｜parameter name=\"a\" string=\"true\">say \"h",
+        "i\"  ",
+        "\n x",
+        " </p",
+        "> </｜DSML｜parameter>",
+        "\n<｜DSML｜parameter name=\"b\" string=\"false\">[1, ",
+        "2]</｜DSML｜parameter>",
+        "\n</｜DSML｜invoke>",
+    ] {
+        let events = parser.push(text).into_iter().map(|e| match e {
+            Event::Begin(name) => format!("begin {name}"),
+            Event::Arguments(text) => text,
+            Event::Call(c) => c.arguments,
+            other => panic!("{other:?}"),
+        });
+        told.push(events.collect::<Vec<String>>());
+    }
+    let told: Vec<Vec<&str>> = told.iter().map(|t| t.iter().map(String::as_str).collect()).collect();
+    assert_eq!(
+        told,
+        [
+            vec![],
+            vec!["begin f"],
+            vec!["{\"a\":\"say \\\"h"],
+            vec!["i\\\""],
+            vec!["  \\n x"],
+            vec![],
+            vec![" </p> \""],
+            vec![],
+            vec![",\"b\":[1,2]"],
+            vec!["}", "{\"a\":\"say \\\"hi\\\"  \\n x </p> \",\"b\":[1,2]}"],
+        ]
+    );
+    // What someone else said is not begun before it differs.
+    let quoted = vec![CALL.to_owned()];
+    let mut parser = Parser::new(Options { live: true, quoted, ..options(false) });
+    let (same, other) = CALL.split_at(CALL.find(">1<").expect("value") + 1);
+    assert_eq!(parser.push(same), []);
+    let begun = parser.push(&other.replacen('1', "2", 1));
+    assert_eq!(begun[0], Event::Begin("f".into()), "{begun:?}");
 }
 
 #[test]
@@ -309,7 +371,7 @@ fn deepseek_v4_dsml_long_values_are_linear() {
         let text = CALL.replace(">1<", &format!(">{value}x<"));
         for text in [&text, &value] {
             let start = std::time::Instant::now();
-            let mut parser = Parser::new(options(false));
+            let mut parser = Parser::new(Options { live: true, ..options(false) });
             let mut at = 0;
             while at < text.len() {
                 let mut to = (at + 4096).min(text.len());

@@ -13,6 +13,8 @@ struct Heard {
     text: String,
     calls: Vec<(String, Value)>,
     ended: bool,
+    /// Calls that were begun and not finished.
+    begun: usize,
     /// Texts of the tokens of each part.
     parts: [Vec<u8>; 3],
     /// Tokens that were sampled greedily, and those that were forced, as text.
@@ -42,7 +44,8 @@ fn play(input: &ChatInput, stops: &[&str], answer: &str, cut: bool) -> Heard {
     let format = template.answer_format(input, t).expect("a format of its own");
     let mut reader = format.reader(stops.iter().map(|s| s.as_bytes().to_vec()).collect());
     let mut heard = Heard::default();
-    let mut arguments = Vec::new();
+    let mut arguments: Vec<String> = Vec::new();
+    let mut complete = 0;
     let mut said: Vec<u32> = t.encode(answer, Specials::Parse);
     said.reverse();
     let mut tokens = Vec::new();
@@ -82,10 +85,14 @@ fn play(input: &ChatInput, stops: &[&str], answer: &str, cut: bool) -> Heard {
                     heard.calls.push((name, Value::Null));
                     arguments.push(String::new());
                 }
+                Piece::CallEnd => complete += 1,
                 Piece::Arguments(part) => *arguments.last_mut().expect("a call before its arguments") += &part,
             }
         }
     }
+    // One that was cut short is the last.
+    heard.begun = heard.calls.len() - complete;
+    heard.calls.truncate(complete);
     for (call, text) in heard.calls.iter_mut().zip(&arguments) {
         call.1 = serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
     }
@@ -208,7 +215,7 @@ fn deepseek_v4_cut_answers() {
     let tools = || input(Thinking::High, Some(weather()));
     let cut = &CALL[..CALL.find("</｜DSML｜invoke>").expect("closer")];
     let heard = play(&tools(), &[], &format!("a</think>b{cut}"), true);
-    assert_eq!((heard.text.as_str(), heard.calls.len(), heard.ended), ("b", 0, false));
+    assert_eq!((heard.text.as_str(), heard.calls.len(), heard.begun, heard.ended), ("b", 0, 1, false));
     assert_eq!(play(&tools(), &[], "only thought </thi", true).reasoning, "only thought </thi");
     // By the model itself there: its closers were forgotten.
     assert_eq!(play(&tools(), &[], &format!("a</think>b{cut}"), false).calls.len(), 1);

@@ -83,15 +83,17 @@ pub(super) fn close_parameter(call: &mut Call, implied: bool, decode: bool) -> b
         Some(parent) => &mut parent.children,
         None => &mut call.parameters,
     };
-    // Said twice: the last one counts, in the first one's place.
-    match list.iter_mut().find(|(n, _)| *n == name) {
-        Some((_, old)) => *old = value,
-        None => list.push((name, value)),
-    }
+    list.push((name, value));
     true
 }
 
+/// The text of an object. Said twice, the last value of a member counts, in the first one's place.
 pub(super) fn object(members: &[(String, String)]) -> String {
-    let members: Vec<String> = members.iter().map(|(k, v)| format!("{}:{v}", string_text(k))).collect();
+    let first = |at: usize| members[..at].iter().all(|(k, _)| *k != members[at].0);
+    let last = |key: &str| members.iter().rev().find(|(k, _)| k == key).map_or("", |(_, v)| v.as_str());
+    let members: Vec<String> = (0..members.len())
+        .filter(|at| first(*at))
+        .map(|at| format!("{}:{}", string_text(&members[at].0), last(&members[at].0)))
+        .collect();
     format!("{{{}}}", members.join(","))
 }
