@@ -104,6 +104,7 @@ fn mix_heads<L: Lanes, const H: usize>(
     }
 }
 
+#[allow(clippy::too_many_arguments, reason = "operands and work memory of an operation")]
 #[inline(always)]
 fn attend_impl<L: Lanes>(
     q: &[f32],

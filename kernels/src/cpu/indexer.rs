@@ -19,6 +19,7 @@ pub(crate) struct Scratch {
     part: Vec<[f32; N]>,
 }
 
+#[allow(clippy::too_many_arguments, reason = "operands and work memory of an operation")]
 #[inline(always)]
 fn score_impl<L: Lanes>(
     q: &[f32],

@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code, reason = "items write disjoint parts of shared outputs")]
 
+use std::ops::Range;
 use std::sync::PoisonError;
 
 use crate::cpu::elementwise;
@@ -148,14 +149,12 @@ fn gather(device: &CpuDevice, from: &Activations, order: &[usize], used: usize, 
     });
 }
 
+/// What is done with `(group, first output, outputs, sorted rows)`.
+type PanelWork<'a> = dyn Fn(&Group, usize, usize, Range<usize>) + Sync + 'a;
+
 impl CpuDevice {
     /// Runs `f(group, first output, outputs, sorted rows)` for every panel of `width` outputs and row block of every group.
-    fn for_panels(
-        &self,
-        groups: &[Group],
-        width: usize,
-        f: &(dyn Fn(&Group, usize, usize, std::ops::Range<usize>) + Sync),
-    ) {
+    fn for_panels(&self, groups: &[Group], width: usize, f: &PanelWork<'_>) {
         let panels = width.div_ceil(N);
         let mut ends = Vec::with_capacity(groups.len());
         let mut items = 0;

@@ -4,7 +4,7 @@
 
 use ds4_kernels::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
 
-use super::bind::{CompressorWeights, IndexerWeights, LayerWeights};
+use super::bind::{CompressorWeights, LayerWeights};
 use super::params::{LayerKind, Params};
 use super::state::{CompressorSlots, LayerSlots};
 
@@ -95,9 +95,26 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
         let Self { p, kind, w, slots, .. } = *self;
         let rope = if kind.ratio == 0 { &self.rotary.plain } else { &self.rotary.compressed };
 
-        device.matmul(x, &mut [(&w.q_a, &mut b.q_latent), (&w.kv, &mut b.kv_raw)]);
+        // Everything that `x` is projected to, in one group: its activations are prepared once.
+        let overlap = kind.indexed(p);
+        let main = if overlap { &mut b.overlapping } else { &mut b.plain };
+        let mut group = vec![(&w.q_a, &mut b.q_latent), (&w.kv, &mut b.kv_raw)];
+        if let Some(c) = &w.compressor {
+            group.extend([(&c.values, &mut main.values), (&c.gate, &mut main.scores)]);
+        }
+        if let Some(i) = &w.indexer {
+            let c = &i.compressor;
+            group.extend([(&c.values, &mut b.index.values), (&c.gate, &mut b.index.scores)]);
+            group.push((&i.head_weights, &mut b.index_w));
+        }
+        device.matmul(x, &mut group);
+
         device.rms_norm(&b.q_latent, &w.q_a_norm, p.rms_eps, &mut b.q_norm);
-        device.matmul(&b.q_norm, &mut [(&w.q_b, &mut b.q)]);
+        let mut group = vec![(&w.q_b, &mut b.q)];
+        if let Some(i) = &w.indexer {
+            group.push((&i.q, &mut b.index_q));
+        }
+        device.matmul(&b.q_norm, &mut group);
         device.head_rms(&mut b.q, p.head_dim, p.rms_eps);
         device.rope_tail(step, rope, p.head_dim, false, &mut b.q);
 
@@ -106,14 +123,13 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
         device.round_kv(self.numerics, p.rope_dim, &mut b.kv);
 
         if let (Some(c), Some(s)) = (&w.compressor, slots.main) {
-            let overlap = kind.indexed(p);
-            let out = if overlap { &mut b.overlapping } else { &mut b.plain };
-            self.compress(device, step, c, s, (p.head_dim, overlap, false), x, out);
+            let projections = if overlap { &b.overlapping } else { &b.plain };
+            self.compress(device, step, c, s, (p.head_dim, overlap, false), projections);
         }
         let selection = match (&w.indexer, slots.index) {
             (Some(indexer), Some(s)) => {
-                self.compress(device, step, &indexer.compressor, s, (p.index_dim, true, true), x, &mut b.index);
-                self.select(device, step, indexer, s, b, x);
+                self.compress(device, step, &indexer.compressor, s, (p.index_dim, true, true), &b.index);
+                self.select(device, step, s, b);
                 Some(&b.selection)
             }
             _ => None,
@@ -136,7 +152,6 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
         device.matmul(&b.groups, &mut [(&w.output_b, y)]);
     }
 
-    #[allow(clippy::too_many_arguments, reason = "one call site per compressor kind")]
     fn compress(
         &self,
         device: &D,
@@ -144,10 +159,8 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
         c: &CompressorWeights<D::Weight>,
         slots: CompressorSlots,
         (dim, overlap, indexer): (usize, bool, bool),
-        x: &D::Buffer,
-        out: &mut Projections<D>,
+        projected: &Projections<D>,
     ) {
-        device.matmul(x, &mut [(&c.values, &mut out.values), (&c.gate, &mut out.scores)]);
         let compressor = Compressor {
             ratio: self.kind.ratio,
             dim,
@@ -162,23 +175,13 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
             indexer,
             numerics: self.numerics,
         };
-        device.compress(step, &compressor, &out.values, &out.scores);
+        device.compress(step, &compressor, &projected.values, &projected.scores);
     }
 
-    fn select(
-        &self,
-        device: &D,
-        step: &D::Step,
-        indexer: &IndexerWeights<D::Weight>,
-        slots: CompressorSlots,
-        b: &mut AttentionBuffers<D>,
-        x: &D::Buffer,
-    ) {
+    fn select(&self, device: &D, step: &D::Step, slots: CompressorSlots, b: &mut AttentionBuffers<D>) {
         let p = self.p;
-        device.matmul(&b.q_norm, &mut [(&indexer.q, &mut b.index_q)]);
         device.rope_tail(step, &self.rotary.compressed, p.index_dim, false, &mut b.index_q);
         device.round_index(self.numerics, p.index_dim, &mut b.index_q);
-        device.matmul(x, &mut [(&indexer.head_weights, &mut b.index_w)]);
         #[allow(clippy::cast_precision_loss, reason = "head counts and widths")]
         let scale = 1.0 / ((p.index_heads * p.index_dim) as f32).sqrt();
         let params = Indexer {
