@@ -82,11 +82,39 @@ impl EngineConfig {
         }
     }
 
+    /// Bytes that checkpoints of `state` can come to in all.
+    pub fn checkpoint_limit(&self, state: &StateSpec) -> usize {
+        let of_one = state.checkpoint_bytes(self.context).saturating_mul(self.checkpoints);
+        of_one.saturating_mul(self.max_batch).min(self.checkpoint_bytes)
+    }
+
     /// The soft limit on committed bank bytes for a state of `spec`.
     pub(crate) fn keep_bytes(&self, spec: &StateSpec) -> usize {
         let checkpoints =
             spec.checkpoint_bytes(self.context).saturating_mul(self.checkpoints).min(self.checkpoint_bytes);
         let one = spec.bytes(self.context).saturating_add(checkpoints);
         self.idle_keep_bytes.unwrap_or_else(|| (64 << 20).max(one))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mock::{mock_spec, mock_windowed_spec};
+
+    #[test]
+    fn checkpoints_are_budgeted_where_there_are_any() {
+        let config = EngineConfig { max_batch: 3, checkpoints: 5, ..EngineConfig::default() };
+        assert_eq!(config.checkpoint_limit(&mock_spec()), 0);
+        // Four rows of two f32 each.
+        assert_eq!(config.checkpoint_limit(&mock_windowed_spec()), 3 * 5 * 32);
+        assert_eq!(EngineConfig { checkpoint_bytes: 100, ..config }.checkpoint_limit(&mock_windowed_spec()), 100);
+    }
+
+    #[test]
+    fn one_context_and_its_checkpoints_are_kept() {
+        let config = EngineConfig { context: 10 << 20, checkpoints: 5, ..EngineConfig::default() };
+        assert_eq!(config.keep_bytes(&mock_spec()), 80 << 20);
+        assert_eq!(config.keep_bytes(&mock_windowed_spec()), (80 << 20) + 32 + 5 * 32);
     }
 }
