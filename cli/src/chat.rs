@@ -1,6 +1,6 @@
 //! `ds4 chat`: a conversation in the terminal.
 
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::path::PathBuf;
 
 use anyhow::Context as _;
@@ -12,7 +12,7 @@ use tokio::runtime::Runtime;
 
 use crate::client::WorkerArgs;
 use crate::client::http::Server;
-use crate::generate::{Generation, Sampling};
+use crate::generate::{Generation, Heard, Sampling};
 
 /// `ds4 chat`.
 #[derive(clap::Args)]
@@ -128,7 +128,7 @@ pub fn chat(args: ChatArgs, runtime: &Runtime) -> anyhow::Result<()> {
             Input::Say(text) => {
                 conversation.turns.push(json!({"role": "user", "content": text}));
                 match runtime.block_on(answer(&server, &args.sampling, &conversation, stats)) {
-                    Ok(text) => conversation.turns.push(json!({"role": "assistant", "content": text})),
+                    Ok(turn) => conversation.turns.push(turn),
                     Err(error) => {
                         // The turn is taken back, so that the conversation stays one that a template accepts.
                         conversation.turns.pop();
@@ -172,21 +172,35 @@ fn read_line(editor: &mut Editor<(), FileHistory>) -> anyhow::Result<Option<Stri
     }
 }
 
-/// Streams the answer to the terminal; Ctrl-C ends it and keeps what was written.
+/// Streams the answer to the terminal, reasoning in faint letters where there are any; Ctrl-C ends it and keeps what was
+/// written. Gives the assistant's message.
 async fn answer(
     server: &Server,
     sampling: &Sampling,
     conversation: &Conversation,
     stats: bool,
-) -> anyhow::Result<String> {
+) -> anyhow::Result<Value> {
     let body = sampling.chat_body(&conversation.messages());
-    let mut text = String::new();
+    let (faint, plain) = if std::io::stdout().is_terminal() { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
+    let (mut text, mut reasoning) = (String::new(), String::new());
     let work = async {
         let mut generation = Generation::start(server, &body).await?;
-        while let Some(piece) = generation.next().await? {
-            print!("{piece}");
+        while let Some(heard) = generation.next().await? {
+            match heard {
+                Heard::Text(piece) => {
+                    if text.is_empty() && !reasoning.is_empty() {
+                        print!("\n\n");
+                    }
+                    print!("{piece}");
+                    text.push_str(&piece);
+                }
+                Heard::Reasoning(piece) => {
+                    print!("{faint}{piece}{plain}");
+                    reasoning.push_str(&piece);
+                }
+                Heard::Call(piece) => print!("{faint}{piece}{plain}"),
+            }
             std::io::stdout().flush()?;
-            text.push_str(&piece);
         }
         println!();
         if let Some(line) = generation.summary().line().filter(|_| stats) {
@@ -198,7 +212,12 @@ async fn answer(
         result = work => result?,
         _ = tokio::signal::ctrl_c() => println!(" [stopped]"),
     }
-    Ok(text)
+    let mut turn = json!({"role": "assistant", "content": text});
+    // Only of a model that reasons; others refuse the field.
+    if !reasoning.is_empty() {
+        turn["reasoning_content"] = reasoning.into();
+    }
+    Ok(turn)
 }
 
 async fn model_name(server: &Server) -> anyhow::Result<String> {

@@ -172,6 +172,30 @@ impl Summary {
     }
 }
 
+/// A piece of an answer, never empty.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Heard {
+    /// The answer itself.
+    Text(String),
+    /// What the model thought before it.
+    Reasoning(String),
+    /// A call of a tool, or more of its arguments, as people read it.
+    Call(String),
+}
+
+impl Heard {
+    /// What an event says, if anything.
+    fn of(choice: &Value) -> Option<Self> {
+        let text =
+            |path: &str| choice.pointer(path).and_then(Value::as_str).filter(|t| !t.is_empty()).map(str::to_owned);
+        let call = || Some(format!("\n{} ", text("/delta/tool_calls/0/function/name")?));
+        text("/delta/reasoning_content")
+            .map(Self::Reasoning)
+            .or_else(|| call().or_else(|| text("/delta/tool_calls/0/function/arguments")).map(Self::Call))
+            .or_else(|| text("/delta/content").or_else(|| text("/text")).map(Self::Text))
+    }
+}
+
 /// A running generation.
 pub struct Generation {
     events: Events,
@@ -185,8 +209,8 @@ impl Generation {
         Ok(Self { events: server.stream(path, body).await?, summary: Summary::default() })
     }
 
-    /// The next piece of text (never empty), or `None` at the end.
-    pub async fn next(&mut self) -> anyhow::Result<Option<String>> {
+    /// The next piece, or `None` at the end.
+    pub async fn next(&mut self) -> anyhow::Result<Option<Heard>> {
         while let Some(event) = self.events.next().await? {
             for (key, slot) in [("usage", &mut self.summary.usage), ("timings", &mut self.summary.timings)] {
                 if let Some(value) = event.get(key).filter(|v| !v.is_null()) {
@@ -197,9 +221,8 @@ impl Generation {
             if let Some(reason) = choice.get("finish_reason").and_then(Value::as_str) {
                 self.summary.finish_reason = Some(reason.into());
             }
-            let text = choice.pointer("/delta/content").or_else(|| choice.get("text")).and_then(Value::as_str);
-            if let Some(text) = text.filter(|t| !t.is_empty()) {
-                return Ok(Some(text.into()));
+            if let Some(heard) = Heard::of(choice) {
+                return Ok(Some(heard));
             }
         }
         Ok(None)
@@ -240,6 +263,9 @@ mod tests {
         assert_eq!(body["prompt"], "hi");
         assert_eq!(body["stream"], true);
         assert!(body.get("top_k").is_none() && body.get("max_tokens").is_none());
+        let off = Sampling { thinking: Some(Effort::Off), ..Sampling::default() };
+        assert_eq!(off.chat_body(&[])["reasoning_effort"], "none");
+        assert!(Sampling::default().chat_body(&[]).get("reasoning_effort").is_none());
     }
 
     #[test]
@@ -255,6 +281,27 @@ mod tests {
     }
 
     #[test]
+    fn deltas_of_every_kind_are_told_apart() {
+        for (choice, heard) in [
+            (json!({"delta": {"content": "a"}}), Some(Heard::Text("a".into()))),
+            (json!({"text": "b"}), Some(Heard::Text("b".into()))),
+            (json!({"delta": {"reasoning_content": "c"}}), Some(Heard::Reasoning("c".into()))),
+            (
+                json!({"delta": {"tool_calls": [{"index": 0, "id": "i", "function": {"name": "f", "arguments": ""}}]}}),
+                Some(Heard::Call("\nf ".into())),
+            ),
+            (
+                json!({"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}}),
+                Some(Heard::Call("{}".into())),
+            ),
+            (json!({"delta": {"role": "assistant", "content": ""}}), None),
+            (json!({"delta": {}, "finish_reason": "stop"}), None),
+        ] {
+            assert_eq!(Heard::of(&choice), heard, "{choice}");
+        }
+    }
+
+    #[test]
     fn out_of_range_numbers_are_refused() {
         assert!(probability("1.5").is_err() && probability("nan").is_err() && at_least_zero("-1").is_err());
         assert_eq!(probability("0.9"), Ok(0.9));
@@ -263,9 +310,6 @@ mod tests {
     #[test]
     fn the_summary_shows_what_the_worker_reported() {
         let summary = Summary {
-        let off = Sampling { thinking: Some(Effort::Off), ..Sampling::default() };
-        assert_eq!(off.chat_body(&[])["reasoning_effort"], "none");
-        assert!(Sampling::default().chat_body(&[]).get("reasoning_effort").is_none());
             finish_reason: Some("length".into()),
             usage: Some(json!({"prompt_tokens": 5, "completion_tokens": 7})),
             timings: Some(json!({"prompt_per_second": 100.4, "predicted_per_second": 20.04})),

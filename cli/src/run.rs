@@ -10,7 +10,7 @@ use serde_json::json;
 use crate::client::WorkerArgs;
 use crate::dump::{self, DumpArgs, Source};
 use crate::failure::Failure;
-use crate::generate::{Generation, Sampling, read_text};
+use crate::generate::{Generation, Heard, Sampling, read_text};
 
 /// `ds4 run`.
 #[derive(clap::Args)]
@@ -74,10 +74,26 @@ pub async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
         let mut generation = Generation::start(&server, &body).await?;
         let mut out = std::io::stdout();
         let mut ends_with_newline = false;
-        while let Some(text) = generation.next().await? {
-            out.write_all(text.as_bytes())?;
-            out.flush()?;
-            ends_with_newline = text.ends_with('\n');
+        let mut thinking = false;
+        while let Some(heard) = generation.next().await? {
+            match heard {
+                Heard::Text(text) => {
+                    if std::mem::take(&mut thinking) {
+                        eprintln!();
+                    }
+                    out.write_all(text.as_bytes())?;
+                    out.flush()?;
+                    ends_with_newline = text.ends_with('\n');
+                }
+                // Not the answer: whoever reads standard output is not to take it for that.
+                Heard::Reasoning(text) | Heard::Call(text) => {
+                    eprint!("{text}");
+                    thinking = true;
+                }
+            }
+        }
+        if thinking {
+            eprintln!();
         }
         if !ends_with_newline {
             writeln!(out)?;
