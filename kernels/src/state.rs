@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_survive_their_bytes() {
+    fn deepseek_v4_rows_survive_their_bytes() {
         let row: Vec<f32> = (0..64).map(|i: i16| f32::from(i - 20) / 4.0).collect();
         // Quarters up to 11 have at most 6 bits, so f16 holds them; the packed types are tested with their codecs.
         for ty in [StateType::F16, StateType::F32] {

@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rewound_bank_is_what_it_was() {
+    fn deepseek_v4_a_rewound_bank_is_what_it_was() {
         // Before and after the ring is full, and with nothing there.
         for tokens in [0, 1, 4, 5, 9] {
             let mut bank = CpuBank::new(&mixed(), 64).expect("address space");
@@ -357,7 +357,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "rewind to 9 of a bank of 8")]
-    fn a_bank_trimmed_below_a_checkpoint_cannot_be_rewound_to_it() {
+    fn deepseek_v4_a_bank_trimmed_below_a_checkpoint_cannot_be_rewound_to_it() {
         let mut bank = CpuBank::new(&mixed(), 64).expect("address space");
         bank.commit(9).expect("memory");
         let checkpoint = bank.checkpoint(9).expect("memory");
@@ -367,7 +367,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "rows 0..3 of slot 1, which has 2")]
-    fn rows_that_do_not_exist_are_not_exported() {
+    fn deepseek_v4_rows_that_do_not_exist_are_not_exported() {
         let mut bank = CpuBank::new(&mixed(), 64).expect("address space");
         bank.commit(9).expect("memory");
         bank.export(1, &(0..3), &mut Vec::new());

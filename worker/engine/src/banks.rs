@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bank_that_cannot_be_truncated_goes_back_to_checkpoints() {
+    fn deepseek_v4_a_bank_that_cannot_be_truncated_goes_back_to_checkpoints() {
         let device = MockDevice::default();
         let mut t = windowed(&device, 1, POLICY);
         let turn: Vec<u32> = (0..100).collect();
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn checkpoints_are_bounded_in_number_and_bytes() {
+    fn deepseek_v4_checkpoints_are_bounded_in_number_and_bytes() {
         let device = MockDevice::default();
         let mut t = windowed(&device, 2, POLICY);
         let long: Vec<u32> = (0..900).collect();
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn without_checkpoints_a_bank_is_continued_or_not_used() {
+    fn deepseek_v4_without_checkpoints_a_bank_is_continued_or_not_used() {
         let device = MockDevice::default();
         let mut t = windowed(&device, 1, CheckpointPolicy { per_bank: 0, ..POLICY });
         let turn: Vec<u32> = (0..100).collect();
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_pressure_takes_checkpoints_before_it_takes_rows() {
+    fn deepseek_v4_memory_pressure_takes_checkpoints_before_it_takes_rows() {
         let device = MockDevice::default();
         let mut t = windowed(&device, 1, POLICY);
         let turn: Vec<u32> = (0..200).collect();

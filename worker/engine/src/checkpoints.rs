@@ -108,7 +108,7 @@ mod tests {
     use crate::mock::{MockDevice, mock_windowed_spec};
 
     #[test]
-    fn checkpoints_thin_out_towards_the_beginning() {
+    fn deepseek_v4_checkpoints_thin_out_towards_the_beginning() {
         let mut lengths: Vec<usize> = Vec::new();
         for i in 1..=64 {
             lengths.push(i * 1000);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_neighbours_the_earlier_goes() {
+    fn deepseek_v4_of_two_neighbours_the_earlier_goes() {
         // Only cuts at exactly 1000 need the first one.
         assert_eq!(least_missed(&[1000, 1001, 5000], 5000), Some(0));
         assert_eq!(least_missed(&[7], 7), Some(0));
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rewind_finds_its_checkpoint_and_drops_later_ones() {
+    fn deepseek_v4_a_rewind_finds_its_checkpoint_and_drops_later_ones() {
         let (device, spec) = (MockDevice::default(), mock_windowed_spec());
         let mut bank = device.bank(&spec, 100).unwrap();
         device.bank_commit(&mut bank, 30).unwrap();

@@ -103,7 +103,7 @@ mod tests {
     use crate::mock::{mock_spec, mock_windowed_spec};
 
     #[test]
-    fn checkpoints_are_budgeted_where_there_are_any() {
+    fn deepseek_v4_checkpoints_are_budgeted_where_there_are_any() {
         let config = EngineConfig { max_batch: 3, checkpoints: 5, ..EngineConfig::default() };
         assert_eq!(config.checkpoint_limit(&mock_spec()), 0);
         // Four rows of two f32 each.
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn one_context_and_its_checkpoints_are_kept() {
+    fn deepseek_v4_one_context_and_its_checkpoints_are_kept() {
         let config = EngineConfig { context: 10 << 20, checkpoints: 5, ..EngineConfig::default() };
         assert_eq!(config.keep_bytes(&mock_spec()), 80 << 20);
         assert_eq!(config.keep_bytes(&mock_windowed_spec()), (80 << 20) + 32 + 5 * 32);

@@ -139,6 +139,9 @@ fn error(case: &Value, from: usize, got: &[Vec<f32>]) -> (f64, usize) {
 /// Window edges, compressor edges, and places inside windows.
 const EDGES: [usize; 13] = [1, 3, 4, 5, 8, 127, 128, 129, 130, 200, 255, 256, 257];
 
+/// How the rest is fed after each of them.
+const CHUNKS: [usize; 13] = [64, 1, 3, 128, 1, 3, 64, 1, 128, 3, 64, 1, 3];
+
 /// Tokens that are not the fixture's.
 fn detour(n: usize) -> Vec<u32> {
     (0..n).map(|i| u32::try_from((i * i * 31 + 7 * i + 5) % 160).unwrap()).collect()
@@ -150,22 +153,22 @@ fn truncates(name: &str) {
     let mut live = Live::new(&case, KvNumerics::Reference);
     let whole = live.reset(&ids);
     let (mut worst, mut rows) = (0.0f64, 0);
-    for at in EDGES.into_iter().filter(|at| at + 10 < ids.len()) {
+    for (at, chunk) in EDGES.into_iter().zip(CHUNKS).filter(|(at, _)| at + 10 < ids.len()) {
         live.reset(&ids[..at]);
         let checkpoint = live.checkpoint();
         // Far enough to overwrite the ring and to finish rows of both ratios; then again, shorter than a window.
-        for (n, chunk) in [(150, 40), (2, 1)] {
-            live.feed(&detour(n), chunk);
+        for (n, pieces) in [(150, 40), (2, 1)] {
+            live.feed(&detour(n), pieces);
             live.rewind(&checkpoint, at);
         }
-        let rest = live.feed(&ids[at..], 50);
-        same(&rest, &whole[at..], &format!("{name} from {at}"));
+        let rest = live.feed(&ids[at..], chunk);
+        same(&rest, &whole[at..], &format!("{name} from {at} in chunks of {chunk}"));
         let (e, n) = error(&case, at, &rest);
         worst = worst.max(e);
         rows += n;
     }
     println!("{name}: {worst:.2e} over {rows} rows");
-    assert!(rows > 100 && worst <= BOUND, "{name}: {worst:.3e} over {rows} rows");
+    assert!(rows > 60 && worst <= BOUND, "{name}: {worst:.3e} over {rows} rows");
 }
 
 /// What continues after save and restore, of `name` at every edge, in another worker whose bank was in use.
@@ -174,7 +177,7 @@ fn survives(name: &str, numerics: KvNumerics) {
     let ids = tokens(&case["ids"]);
     let (mut live, mut other) = (Live::new(&case, numerics), Live::new(&case, numerics));
     let (mut worst, mut rows) = (0.0f64, 0);
-    for at in EDGES.into_iter().filter(|at| at + 20 < ids.len()) {
+    for (at, chunk) in EDGES.into_iter().zip(CHUNKS).filter(|(at, _)| at + 20 < ids.len()) {
         let logits = live.reset(&ids[..at]).pop().unwrap();
         let payload = live.save(&logits);
         let checkpoint = live.checkpoint();
@@ -191,7 +194,7 @@ fn survives(name: &str, numerics: KvNumerics) {
 
         if numerics == KvNumerics::Reference {
             other.restore(&payload).unwrap();
-            let rest = other.feed(&ids[at..], 50);
+            let rest = other.feed(&ids[at..], chunk);
             let (e, n) = error(&case, at, &rest);
             worst = worst.max(e);
             rows += n;
@@ -199,7 +202,7 @@ fn survives(name: &str, numerics: KvNumerics) {
     }
     if numerics == KvNumerics::Reference {
         println!("{name}: {worst:.2e} over {rows} rows");
-        assert!(rows > 100 && worst <= BOUND, "{name}: {worst:.3e} over {rows} rows");
+        assert!(rows > 60 && worst <= BOUND, "{name}: {worst:.3e} over {rows} rows");
     }
 }
 
@@ -222,6 +225,7 @@ each! {
     deepseek_v4_truncated_sliding_window deepseek_v4_saved_sliding_window: "swa";
     deepseek_v4_truncated_compressed_by_4 deepseek_v4_saved_compressed_by_4: "csa";
     deepseek_v4_truncated_compressed_by_128 deepseek_v4_saved_compressed_by_128: "hca";
+    deepseek_v4_truncated_hash_routing deepseek_v4_saved_hash_routing: "hash";
     deepseek_v4_truncated_mixed_layers deepseek_v4_saved_mixed_layers: "mixed";
     deepseek_v4_truncated_past_the_yarn_context deepseek_v4_saved_past_the_yarn_context: "yarn";
     deepseek_v4_truncated_pro_schedule deepseek_v4_saved_pro_schedule: "pro-schedule";
