@@ -197,6 +197,28 @@ async fn deepseek_v4_a_call_that_the_budget_cuts_is_no_call() {
 }
 
 #[tokio::test]
+async fn deepseek_v4_arguments_are_streamed_while_they_are_written() {
+    let code = "fn main() { println!(\"<b>\"); }\n".repeat(20);
+    let call = format!(
+        "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"weather\">\n<｜DSML｜parameter name=\"code\" string=\"true\">{code}</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    );
+    let server = server(&call).await;
+    let fields = format!(r#"{TOOLS},"thinking":false,"stream":true"#);
+    let answer = server.chat(&fields).await;
+    let got = rebuild(&answer);
+    assert_eq!(arguments(&got.message["calls"][0]), json!({"code": code}));
+    let pieces = answer.text().matches(r#""arguments":"#).count();
+    assert!(pieces > code.len() / 2, "{pieces} pieces of {} bytes", code.len());
+    // Cut in the middle, the client has the beginning and is told why there is no more.
+    let cut = server.chat(&format!(r#"{fields},"max_tokens":200"#)).await;
+    let got = rebuild(&cut);
+    assert_eq!(got.finish, ["length"]);
+    let begun = got.message["calls"][0]["function"]["arguments"].as_str().unwrap();
+    assert!(begun.starts_with(r#"{"code":"fn main() { println!(\"<b>"#), "{begun}");
+    assert_no_markup(&cut.text());
+}
+
+#[tokio::test]
 async fn deepseek_v4_a_whole_conversation_becomes_its_prompt() {
     let server = server("Fine.").await;
     let body = json!({

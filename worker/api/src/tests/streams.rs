@@ -164,7 +164,7 @@ async fn echo_puts_the_prompt_first() {
 #[tokio::test]
 async fn a16_silence_is_broken_by_comments() {
     let script =
-        Script { queued: Duration::from_millis(250), prefill: Duration::from_millis(250), ..Script::default() };
+        Script { queued: Duration::from_millis(250), prefill: Duration::from_millis(200), ..Script::default() };
     let config = ApiConfig { keepalive_interval: Duration::from_millis(100), ..ApiConfig::default() };
     let server = Server::start(script, config).await;
     let text = server.chat(r#","stream":true"#).await.text();
