@@ -26,27 +26,29 @@ const PRINTED: u32 = 10;
 /// Most alternatives a step that the debugging service reports.
 const MAX_TOP_K: u32 = 1000;
 
+/// Their place in the help.
+const HEADING: &str = "Dumps, for debugging (over the worker's Unix socket; greedy unless --temp is given)";
+
 /// Dump flags of `ds4 run`.
 #[derive(clap::Args, Debug, Default)]
-#[command(next_help_heading = "Dumps, for debugging (over the worker's Unix socket; greedy unless --temp is given)")]
 pub struct DumpArgs {
     /// Print the prompt's token ids with their bytes, one a line, and compute nothing
-    #[arg(long, conflicts_with_all = ["dump_logits", "dump_logprobs", "stats"])]
+    #[arg(help_heading = HEADING, long, conflicts_with_all = ["dump_logits", "dump_logprobs", "stats"])]
     dump_tokens: bool,
     /// Write all logits after the prompt: .npy for NumPy (little-endian f32), else JSON; prints the most likely tokens
-    #[arg(long, value_name = "FILE", conflicts_with = "stats")]
+    #[arg(help_heading = HEADING, long, value_name = "FILE", conflicts_with = "stats")]
     dump_logits: Option<PathBuf>,
     /// Write each generated token with its log-probability and its most likely rivals, as JSON
-    #[arg(long, value_name = "FILE", conflicts_with = "stats")]
+    #[arg(help_heading = HEADING, long, value_name = "FILE", conflicts_with = "stats")]
     dump_logprobs: Option<PathBuf>,
     /// Rivals a step in --dump-logprobs, at most 1000
-    #[arg(long, value_name = "K", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=i64::from(MAX_TOP_K)))]
+    #[arg(help_heading = HEADING, long, value_name = "K", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=i64::from(MAX_TOP_K)))]
     logprobs_top_k: u32,
     /// In --dump-logprobs, also the tokens of the prompt from the second on
-    #[arg(long, requires = "dump_logprobs")]
+    #[arg(help_heading = HEADING, long, requires = "dump_logprobs")]
     logprobs_prompt: bool,
     /// With a dump: print JSON instead of tables and text
-    #[arg(long)]
+    #[arg(help_heading = HEADING, long)]
     json: bool,
 }
 
