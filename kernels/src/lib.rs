@@ -3,6 +3,8 @@
 pub mod bench;
 pub mod conformance;
 pub mod cpu;
+#[cfg(feature = "cuda-driver")]
+pub mod cuda;
 pub mod device;
 pub mod math;
 pub mod ops;
