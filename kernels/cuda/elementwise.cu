@@ -1,0 +1,92 @@
+// Row-wise operations. CPU reference: kernels/src/cpu/elementwise.rs, moe.rs (swiglu_clamped), sparse.rs (head_rms, rope_tail).
+#include "common.cuh"
+
+// out = x / sqrt(mean(x^2) + eps) * weight; a block per row.
+extern "C" __global__ void rms_norm(const float* x, const float* weight, float eps, int width, float* out) {
+    const float* in = x + int64_t(blockIdx.x) * width;
+    float* o = out + int64_t(blockIdx.x) * width;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) sum = __fmaf_rn(in[i], in[i], sum);
+    const float scale = 1.0f / sqrtf(block_sum(sum) / float(width) + eps);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) o[i] = in[i] * scale * weight[i];
+}
+
+// Divides each of the row's heads by its RMS; a block per head.
+extern "C" __global__ void head_rms(float* x, int head_dim, float eps) {
+    float* h = x + int64_t(blockIdx.x) * head_dim;
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < head_dim; i += blockDim.x) sum = __fmaf_rn(h[i], h[i], sum);
+    const float scale = 1.0f / sqrtf(block_sum(sum) / float(head_dim) + eps);
+    for (int i = threadIdx.x; i < head_dim; i += blockDim.x) h[i] *= scale;
+}
+
+extern "C" __global__ void add(float* x, const float* y, int64_t n) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < n) x[i] = __fadd_rn(x[i], y[i]);
+}
+
+// out = silu(min(gate, clamp)) * clamp(up, +-clamp); no clamping with an infinite clamp.
+extern "C" __global__ void swiglu(const float* gate, const float* up, float clamp, float* out, int64_t n) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const float g = fminf(gate[i], clamp), u = fmaxf(-clamp, fminf(up[i], clamp));
+    out[i] = g / (1.0f + expf(-g)) * u;
+}
+
+// As swiglu, times one weight per row of `width`.
+extern "C" __global__ void swiglu_weighted(const float* gate, const float* up, float clamp, const float* weights, int width, float* out, int64_t n) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const float g = fminf(gate[i], clamp), u = fmaxf(-clamp, fminf(up[i], clamp));
+    out[i] = g / (1.0f + expf(-g)) * u * weights[i / width];
+}
+
+extern "C" __global__ void gather_wanted(Step s, const float* x, int width, float* out) {
+    const float* in = x + int64_t(s.wanted[blockIdx.x]) * width;
+    for (int i = threadIdx.x; i < width; i += blockDim.x) out[int64_t(blockIdx.x) * width + i] = in[i];
+}
+
+// Rotates pairs (2i, 2i+1) (split = 0) or (i, i + dim/2) of every head's first `dim` elements; a block per row. Angles in f64:
+// positions reach a million, where an f32 angle is off by hundredths.
+extern "C" __global__ void rope(Step s, int split, int dim, double base, int head_dim, int heads, float* x) {
+    extern __shared__ float2 turns[];
+    const double pos = s.positions[blockIdx.x];
+    const int half = dim / 2;
+    for (int i = threadIdx.x; i < half; i += blockDim.x) {
+        double sn, cs;
+        sincos(pos * pow(base, -2.0 * i / dim), &sn, &cs);
+        turns[i] = make_float2(float(sn), float(cs));
+    }
+    __syncthreads();
+    float* row = x + int64_t(blockIdx.x) * heads * head_dim;
+    for (int k = threadIdx.x; k < heads * half; k += blockDim.x) {
+        float* h = row + k / half * head_dim;
+        const int i = k % half;
+        float& a = h[split ? i : 2 * i];
+        float& b = h[split ? i + half : 2 * i + 1];
+        const float2 t = turns[i];
+        const float p = a, q = b;
+        a = p * t.y - q * t.x;
+        b = p * t.x + q * t.y;
+    }
+}
+
+// Rotates the interleaved pairs of every head's last 2 * pairs elements by the row's position (or its negative).
+extern "C" __global__ void rope_tail(Step s, const double* frequencies, int pairs, int head_dim, int heads, int inverse, float* x) {
+    extern __shared__ float2 turns[];
+    const double pos = s.positions[blockIdx.x];
+    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
+        double sn, cs;
+        sincos(pos * frequencies[i], &sn, &cs);
+        turns[i] = make_float2(float(inverse ? -sn : sn), float(cs));
+    }
+    __syncthreads();
+    float* row = x + int64_t(blockIdx.x) * heads * head_dim + head_dim - 2 * pairs;
+    for (int k = threadIdx.x; k < heads * pairs; k += blockDim.x) {
+        float* h = row + k / pairs * head_dim + 2 * (k % pairs);
+        const float2 t = turns[k % pairs];
+        const float p = h[0], q = h[1];
+        h[0] = p * t.y - q * t.x;
+        h[1] = p * t.x + q * t.y;
+    }
+}
