@@ -171,10 +171,10 @@ MANIFEST = {
     "whole--manifest_truncated--empty": b"",
     "whole--manifest_magic--html": b"<!DOCTYPE html><html></html>",
     "whole--manifest_version--9": b"DS4WMAN\0" + struct.pack("<IQ", 9, 0) + bytes(32),
-    "whole--manifest_too_large--2_40": b"DS4WMAN\0" + struct.pack("<IQ", 1, 1 << 40) + bytes(32),
-    "whole--manifest_truncated--short": b"DS4WMAN\0" + struct.pack("<IQ", 1, 10) + bytes(32 + 9),
-    "whole--manifest_trailing_bytes--one": b"DS4WMAN\0" + struct.pack("<IQ", 1, 0) + bytes(32 + 1),
-    "whole--manifest_hash--zero": b"DS4WMAN\0" + struct.pack("<IQ", 1, 3) + bytes(32 + 3),
+    "whole--manifest_too_large--2_40": b"DS4WMAN\0" + struct.pack("<IQ", 2, 1 << 40) + bytes(32),
+    "whole--manifest_truncated--short": b"DS4WMAN\0" + struct.pack("<IQ", 2, 10) + bytes(32 + 9),
+    "whole--manifest_trailing_bytes--one": b"DS4WMAN\0" + struct.pack("<IQ", 2, 0) + bytes(32 + 1),
+    "whole--manifest_hash--zero": b"DS4WMAN\0" + struct.pack("<IQ", 2, 3) + bytes(32 + 3),
 }
 
 for folder, files in (("gguf_parse", GGUF), ("manifest_decode", MANIFEST)):

@@ -26,7 +26,7 @@ use crate::weights::{Backend, Chunk, ModelIdentity, TensorEntry, WeightManifest}
 /// First bytes of a manifest.
 pub const MAGIC: [u8; 8] = *b"DS4WMAN\0";
 /// Version of the body's schema; raised by every change of it.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes before the body.
 pub const HEADER_BYTES: usize = 52;
 /// Longest body: 256 MiB.
@@ -164,6 +164,11 @@ pub fn decode(bytes: &[u8]) -> Result<WeightManifest, ManifestError> {
 /// Refuses a manifest that contradicts itself. Linear in its size.
 pub fn validate(manifest: &WeightManifest) -> Result<(), ManifestError> {
     let invalid = |reason: String| Err(ManifestError::Invalid(reason));
+    if let Backend::CudaVmm { granularity, .. } = manifest.backend
+        && !granularity.is_power_of_two()
+    {
+        return invalid(format!("a granularity of {granularity} bytes is no power of two"));
+    }
     let mut names = HashSet::with_capacity(manifest.tensors.len());
     for t in &manifest.tensors {
         if !names.insert(t.name.as_str()) {
@@ -248,15 +253,16 @@ struct WireManifest<'a> {
     content: [u8; 32],
     known: bool,
     epoch: u64,
-    backend: WireBackend,
+    backend: WireBackend<'a>,
     chunks: List<WireChunk>,
     tensors: List<WireTensor<'a>>,
     metadata: List<WireEntry<'a>>,
 }
 
 #[derive(bincode::Encode, bincode::BorrowDecode)]
-enum WireBackend {
+enum WireBackend<'a> {
     Memfd { page: u64 },
+    CudaVmm { device: [u8; 16], device_name: Cow<'a, str>, granularity: u64, driver: u32, layout: Cow<'a, str> },
 }
 
 #[derive(bincode::Encode, bincode::BorrowDecode)]
@@ -305,8 +311,15 @@ impl<'a> From<&'a WeightManifest> for WireManifest<'a> {
             content: m.model.content,
             known: m.model.known,
             epoch: m.epoch,
-            backend: match m.backend {
-                Backend::Memfd { page } => WireBackend::Memfd { page },
+            backend: match &m.backend {
+                Backend::Memfd { page } => WireBackend::Memfd { page: *page },
+                Backend::CudaVmm { device, device_name, granularity, driver, layout } => WireBackend::CudaVmm {
+                    device: *device,
+                    device_name: text(device_name),
+                    granularity: *granularity,
+                    driver: *driver,
+                    layout: text(layout),
+                },
             },
             chunks: List(m.chunks.iter().map(|c| WireChunk { len: c.len, blake3: c.blake3 }).collect()),
             tensors: List(
@@ -368,6 +381,13 @@ impl WireManifest<'_> {
             epoch: self.epoch,
             backend: match self.backend {
                 WireBackend::Memfd { page } => Backend::Memfd { page },
+                WireBackend::CudaVmm { device, device_name, granularity, driver, layout } => Backend::CudaVmm {
+                    device,
+                    device_name: device_name.into_owned(),
+                    granularity,
+                    driver,
+                    layout: layout.into_owned(),
+                },
             },
             chunks: self.chunks.0.into_iter().map(|c| Chunk { len: c.len, blake3: c.blake3 }).collect(),
             tensors: self.tensors.0.into_iter().map(WireTensor::into_entry).collect::<Result<_, _>>()?,

@@ -28,6 +28,32 @@ pub enum Backend {
         /// Page size of the mapping, in bytes.
         page: u64,
     },
+    /// CUDA memory, passed as descriptors of the driver; chunk `k` is one allocation of `len` rounded up to `granularity`.
+    CudaVmm {
+        /// UUID of the device that holds it: no other can map it.
+        device: [u8; 16],
+        /// The device's name, for people.
+        device_name: String,
+        /// What allocations and mappings are multiples of, in bytes; a power of two.
+        granularity: u64,
+        /// Version of the driver that made it: 1000 × major + 10 × minor.
+        driver: u32,
+        /// How tensor bytes are arranged: [`LAYOUT_GGUF`]. A worker refuses a tag that it does not know.
+        layout: String,
+    },
+}
+
+/// Layout tag of tensors whose bytes are those of the file.
+pub const LAYOUT_GGUF: &str = "gguf";
+
+impl Backend {
+    /// As users write it: `memfd` or `cuda-vmm`.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Memfd { .. } => "memfd",
+            Self::CudaVmm { .. } => "cuda-vmm",
+        }
+    }
 }
 
 /// One piece of memory with its own descriptor.

@@ -41,7 +41,11 @@ pub async fn run(options: Options) -> Result<(), Failure> {
     }
     let dir = RuntimeDir::claim(&options.runtime_dir)?;
     let ledger = Arc::new(Ledger::default());
-    let load_options = LoadOptions { reserve_bytes: options.reserve_bytes, allow_dev_models: options.allow_dev_models };
+    let load_options = LoadOptions {
+        reserve_bytes: options.reserve_bytes,
+        allow_dev_models: options.allow_dev_models,
+        backend: options.backend,
+    };
     let loads = Arc::new(Loads::new(Arc::clone(&ledger), load_options));
     let broker = broker::serve(
         dir.broker(!options.allow_uids.is_empty())?,

@@ -1,5 +1,6 @@
 //! One kind of failure for everything that a load or a start can die of: a stable code, a sentence, an exit code.
 
+use ds4_kernels::cuda::driver::CudaError;
 use ds4_manifests::GgufError;
 use ds4_os::memfd::MemfdError;
 use ds4_settings::{EXIT_MEMORY, EXIT_MODEL, EXIT_USAGE};
@@ -49,6 +50,16 @@ impl Failure {
 impl From<GgufError> for Failure {
     fn from(e: GgufError) -> Self {
         Self::model(e.code(), e.to_string())
+    }
+}
+
+impl From<CudaError> for Failure {
+    fn from(e: CudaError) -> Self {
+        match e {
+            CudaError::OutOfMemory { .. } => Self::memory(e.to_string()),
+            e if e.is_absence() => Self::usage(e.code(), e.to_string()),
+            e => Self::other(e.code(), e.to_string()),
+        }
     }
 }
 

@@ -1,9 +1,16 @@
-//! The loader: a child process that brings one model into sealed memory, reports, sends the descriptors and exits.
+//! The loader: a child process that brings one model into memory, reports, sends the descriptors and exits.
 //!
 //! Order matters. The file is validated and the plan judged before the first large allocation; every byte is hashed
-//! while it is still in the CPU's cache; a chunk is sealed as soon as it is full; nothing is published before everything
-//! is there. Reads go straight into the final mapping: there is no second copy, and for models larger than a quarter of
-//! the machine the page cache is given back chunk by chunk.
+//! while it is still in the CPU's cache; nothing is published before everything is there.
+//!
+//! In the machine's memory (`memfd`) reads go straight into the final mapping and a chunk is sealed as soon as it is full:
+//! there is no second copy, and for models larger than a quarter of the machine the page cache is given back chunk by
+//! chunk. A CUDA device is filled by [`device`]; [`backend`] chooses between the two.
+
+pub mod backend;
+mod device;
+mod source;
+mod tree;
 
 use std::fs::File;
 use std::io;
@@ -15,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use ds4_manifests::catalog::Entry;
 use ds4_manifests::{
-    Backend, Catalog, Chunk, GgufModel, Layout, ModelIdentity, WeightManifest, content_hash, encode, plan_layout,
+    Catalog, Chunk, GgufModel, Layout, ModelIdentity, WeightManifest, content_hash, encode, plan_layout,
 };
 use ds4_os::memfd::{self, Filling};
 use ds4_os::memory;
@@ -24,6 +31,7 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use crate::Failure;
 use crate::report::{Job, MAX_REPORT, Plan, Report};
+use backend::{Chosen, Memory};
 
 /// Bytes read and hashed at a time: small enough for the L2 cache, large enough for a system call.
 const PIECE: usize = 1 << 20;
@@ -38,20 +46,23 @@ pub struct Prepared {
     layout: Layout,
     entry: &'static Entry,
     manifest: WeightManifest,
+    memory: Memory,
     /// What it takes.
     pub plan: Plan,
 }
 
-/// Opens and validates the model of `job` and computes its plan; allocates nothing but headers.
+/// Opens and validates the model of `job`, chooses its memory and computes its plan; allocates nothing but headers (and,
+/// on a CUDA device, a context).
 ///
 /// # Errors
-/// The file is bad, or no catalog entry fits.
+/// The file is bad, no catalog entry fits, or the memory that was asked for is not to be had.
 pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
     let model = GgufModel::open(&job.path)?;
     let found = Catalog::builtin()
         .identify(&model.metadata, &model.tensors, job.allow_dev_models)
         .map_err(|e| Failure::model(e.code(), format!("{}: {e}", job.path.display())))?;
     let layout = plan_layout(&model.tensors);
+    let Chosen { memory, why } = backend::choose(job.backend)?;
     let name = if job.name.is_empty() { found.served_name } else { job.name.clone() };
     let chunks: Vec<Chunk> = layout.chunks.iter().map(|len| Chunk { len: *len, blake3: [0; 32] }).collect();
     let manifest = WeightManifest {
@@ -63,28 +74,28 @@ pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
             known: false,
         },
         epoch: job.epoch,
-        backend: Backend::Memfd { page: page_size() },
+        backend: memory.facts(page_size()),
         chunks,
         tensors: layout.placed.clone(),
         metadata: model.metadata.clone(),
     };
     let metadata_bytes = encode(&manifest).map_err(|e| Failure::model(e.code(), e.to_string()))?.len();
-    let available = memory::available().ok_or_else(|| {
-        Failure::other("no_meminfo", "/proc/meminfo cannot be read, so no plan can be judged; mount /proc")
-    })?;
+    let available = memory.available()?;
     let plan = Plan {
         model: name,
         family: found.family.name.clone(),
         artifact: found.entry.id.clone(),
         synthetic: model.metadata.is_synthetic(),
-        weight_bytes: layout.total_bytes(),
+        weight_bytes: layout.chunks.iter().fold(0, |sum, len| sum.saturating_add(memory.rounded(*len))),
         metadata_bytes: metadata_bytes as u64,
         reserve_bytes: job.reserve_bytes,
         available_bytes: available.bytes,
         available_source: available.source,
         chunks: layout.chunks.len() as u64,
+        backend: manifest.backend.name().into(),
+        why,
     };
-    Ok(Prepared { model, layout, entry: found.entry, manifest, plan })
+    Ok(Prepared { model, layout, entry: found.entry, manifest, memory, plan })
 }
 
 fn page_size() -> u64 {
@@ -158,7 +169,10 @@ fn work(job: &Job, connection: &Connection) -> Result<(), Stop> {
     if job.plan_only {
         return Ok(());
     }
-    let done = pass(&prepared, connection, "read", true)?;
+    let done = match &prepared.memory {
+        Memory::Host => pass(&prepared, connection, "read", true)?,
+        Memory::Device { context, .. } => device::fill(&prepared, context, connection)?,
+    };
     let start = Instant::now();
     let (hashes, fds): (Vec<Chunk>, Vec<OwnedFd>) = done.into_iter().filter_map(|d| Some((d.chunk, d.fd?))).unzip();
     let lengths: Vec<u64> = hashes.iter().map(|c| c.len).collect();
@@ -173,7 +187,8 @@ fn work(job: &Job, connection: &Connection) -> Result<(), Stop> {
         send(connection, &Report::Chunks { count: group.len() as u64 }, &group)?;
     }
     send_stage(connection, "publish", 0, start.elapsed())?;
-    let published = Report::Published { manifest_len: encoded.len() as u64, chunks: lengths, blake3, known };
+    let sealed = matches!(prepared.memory, Memory::Host);
+    let published = Report::Published { manifest_len: encoded.len() as u64, chunks: lengths, blake3, known, sealed };
     send(connection, &published, &[manifest.as_fd()])
 }
 
@@ -224,6 +239,13 @@ struct Counters {
     stop: AtomicBool,
 }
 
+impl Counters {
+    /// Time a thread, so that the figure is comparable to a device's or a core's.
+    fn share(&self, ns: &AtomicU64, threads: usize) -> Duration {
+        Duration::from_nanos(ns.load(Ordering::Relaxed) / threads.max(1) as u64)
+    }
+}
+
 /// One pass over all content: reads and hashes every chunk, into memory of its own when `keep`.
 fn pass(prepared: &Prepared, connection: &Connection, stage: &str, keep: bool) -> Result<Vec<Done>, Stop> {
     let files = open_shards(&prepared.model)?;
@@ -261,17 +283,15 @@ fn pass(prepared: &Prepared, connection: &Connection, stage: &str, keep: bool) -
         outcome
     })?;
 
-    // Per thread, so that the figure is comparable to a device's or a core's.
-    let share = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed) / threads as u64);
-    send_stage(connection, stage, total, share(&counters.read_ns))?;
-    send_stage(connection, "hash", total, share(&counters.hash_ns))?;
+    send_stage(connection, stage, total, counters.share(&counters.read_ns, threads))?;
+    send_stage(connection, "hash", total, counters.share(&counters.hash_ns, threads))?;
     done.into_iter().map(|d| d.ok_or_else(|| Failure::other("loader_bug", "a chunk was never loaded").into())).collect()
 }
 
 /// Takes results and reports progress until all threads are through.
-fn collect(
-    finished: &mpsc::Receiver<(usize, Result<Done, Failure>)>,
-    done: &mut [Option<Done>],
+fn collect<T>(
+    finished: &mpsc::Receiver<(usize, Result<T, Failure>)>,
+    done: &mut [Option<T>],
     counters: &Counters,
     connection: &Connection,
     stage: &str,
@@ -280,8 +300,9 @@ fn collect(
     loop {
         match finished.recv_timeout(TICK) {
             Ok((k, result)) => {
+                let result = result?;
                 if let Some(slot) = done.get_mut(k) {
-                    *slot = Some(result?);
+                    *slot = Some(result);
                 }
             }
             Err(mpsc::RecvTimeoutError::Timeout) => {

@@ -15,6 +15,7 @@ use tokio::process::{Child, Command};
 use tokio::sync::watch;
 
 use crate::Failure;
+use crate::loader::backend::Choice;
 use crate::ledger::{Held, Ledger, Ready};
 use crate::report::{Job, MAX_REPORT, Plan, Report, bytes};
 use ds4_os::wait::AsyncConnection;
@@ -50,6 +51,8 @@ pub struct LoadOptions {
     pub reserve_bytes: u64,
     /// Accept catalog entries for development.
     pub allow_dev_models: bool,
+    /// Whose memory.
+    pub backend: Choice,
 }
 
 /// How a load stands: everything worth keeping, the newest progress, and the end.
@@ -329,6 +332,7 @@ impl Attempt<'_> {
             epoch: self.epoch,
             reserve_bytes: self.loads.options.reserve_bytes,
             allow_dev_models: self.loads.options.allow_dev_models,
+            backend: self.loads.options.backend,
         };
         let (mut child, connection) = spawn(&job).await?;
         let result = self.follow(&connection, earlier).await;
@@ -366,14 +370,17 @@ impl Attempt<'_> {
                     self.flight.send_modify(|f| f.latest = Some(progress));
                 }
                 Report::Stage { stage, bytes, gib_per_s, seconds } => self.stage(&stage, bytes, gib_per_s, seconds),
+                Report::Note { text } => tracing::warn!(path = %self.request.path.display(), "{text}"),
                 Report::Unchanged => {
                     tracing::info!(path = %self.request.path.display(), "content is unchanged, the READY epoch stays");
                     return Ok(Some(Loaded { ready: earlier }));
                 }
                 Report::Chunks { .. } => chunks.extend(message.fds),
-                Report::Published { manifest_len, chunks: lengths, blake3, known } => {
+                Report::Published { manifest_len, chunks: lengths, blake3, known, sealed } => {
                     let manifest = message.fds.into_iter().next();
-                    let held = take_over(manifest, manifest_len, chunks, &lengths, blake3, known)?;
+                    let manifest = check_handed_over(manifest, manifest_len, &chunks, &lengths, sealed)?;
+                    let bytes = lengths.iter().sum();
+                    let held = Held { manifest, manifest_len, chunks, bytes, blake3, known };
                     return self.publish(held).map(Some);
                 }
                 Report::Failed(failure) => return Err(failure),
@@ -386,6 +393,8 @@ impl Attempt<'_> {
         self.loads.ledger.planned(self.epoch, plan);
         tracing::info!(
             model = plan.model,
+            backend = plan.backend,
+            why = plan.why,
             weights = bytes(plan.weight_bytes),
             metadata = bytes(plan.metadata_bytes),
             reserve = bytes(plan.reserve_bytes),
@@ -480,22 +489,22 @@ fn provisional_name(name: &str, path: &Path) -> String {
     path.file_stem().map_or_else(|| path.display().to_string(), |s| s.to_string_lossy().into_owned())
 }
 
-/// Checks what the loader handed over.
-fn take_over(
+/// Checks what the loader handed over, and returns the manifest. Of device memory the daemon can check nothing but the number of descriptors: it
+/// never calls the driver. A worker's driver does, when it maps them.
+fn check_handed_over(
     manifest: Option<OwnedFd>,
     manifest_len: u64,
-    chunks: Vec<OwnedFd>,
+    chunks: &[OwnedFd],
     lengths: &[u64],
-    blake3: String,
-    known: bool,
-) -> Result<Held, Failure> {
+    sealed: bool,
+) -> Result<OwnedFd, Failure> {
     let incomplete = || Failure::other("loader_report", "the loader's descriptors do not fit its report");
     let manifest = manifest.filter(|_| chunks.len() == lengths.len()).ok_or_else(incomplete)?;
     check_sealed(&manifest, manifest_len)?;
-    for (fd, len) in chunks.iter().zip(lengths) {
+    for (fd, len) in chunks.iter().zip(lengths).filter(|_| sealed) {
         check_sealed(fd, *len)?;
     }
-    Ok(Held { manifest, manifest_len, chunks, bytes: lengths.iter().sum(), blake3, known })
+    Ok(manifest)
 }
 
 /// Starts a loader and gives it its job.

@@ -67,6 +67,7 @@ fn dry_run(options: &Options) -> Result<(), Failure> {
             epoch: 0,
             reserve_bytes: options.reserve_bytes,
             allow_dev_models: options.allow_dev_models,
+            backend: options.backend,
         };
         let plan = loader::prepare(&job)?.plan;
         print!("{}", plan.to_text());

@@ -6,6 +6,8 @@ use std::time::Duration;
 use ds4_settings::{ConfigArgs, ConfigErrors, Layered, Origins, Problems, default_runtime_dir, layer};
 use serde::{Deserialize, Serialize};
 
+use crate::loader::backend::Choice;
+
 /// Every setting of the owner; unset ones come from the environment, the file or [`Flags::defaults`].
 #[derive(clap::Args, Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -34,6 +36,9 @@ pub struct Flags {
     /// Memory that a load must leave free for the rest of the machine
     #[arg(long, env = "DS4_RESERVE_MIB", value_name = "MIB")]
     pub reserve_mib: Option<u64>,
+    /// Whose memory holds the weights: auto (a CUDA device where there is one), memfd (the machine's), or cuda-vmm
+    #[arg(long, env = "DS4_BACKEND", value_name = "BACKEND")]
+    pub backend: Option<Choice>,
     /// Accept models of the catalog's development entries, which nobody has validated
     #[arg(long, visible_alias = "allow-dev", env = "DS4_ALLOW_DEV_MODELS", num_args = 0..=1, require_equals = true,
           default_missing_value = "true", value_name = "BOOL")]
@@ -55,6 +60,8 @@ impl Flags {
             load_deadline: Some(600),
             drain_deadline: Some(30),
             reserve_mib: Some(512),
+            // Not `auto` as long as workers compute on the CPU only: they could not map what a GPU holds.
+            backend: Some(Choice::Memfd),
             allow_dev_models: Some(false),
             keep_going: Some(false),
             log: Some("info".into()),
@@ -102,6 +109,8 @@ pub struct Options {
     pub drain_deadline: Duration,
     /// Bytes that a load must leave free.
     pub reserve_bytes: u64,
+    /// Whose memory.
+    pub backend: Choice,
     /// Accept development entries of the catalog.
     pub allow_dev_models: bool,
     /// Stay up when a load at start fails.
@@ -128,6 +137,7 @@ pub fn resolve(cli: &Cli, origins: &Origins) -> Result<(Options, Layered<Flags>)
         load_deadline: Duration::from_secs(v.load_deadline.unwrap_or(600).into()),
         drain_deadline: Duration::from_secs(v.drain_deadline.unwrap_or(30).into()),
         reserve_bytes: v.reserve_mib.unwrap_or(0).saturating_mul(1 << 20),
+        backend: v.backend.unwrap_or_default(),
         allow_dev_models: v.allow_dev_models.unwrap_or(false),
         keep_going: v.keep_going.unwrap_or(false),
         log: v.log.clone().unwrap_or_default(),
@@ -199,12 +209,16 @@ mod tests {
             "--allow-dev",
             "--drain-deadline",
             "0",
+            "--backend",
+            "auto",
         ])
         .unwrap();
         assert_eq!(options.models, [PathBuf::from("/m.gguf")]);
         assert_eq!(options.expect_blake3.unwrap(), "ab".repeat(32));
         assert_eq!((options.allow_uids, options.reserve_bytes), (vec![7, 8], 3 << 20));
         assert!(options.allow_dev_models && !options.keep_going);
+        assert_eq!(options.backend, Choice::Auto);
+        assert!(run(&["--backend", "vulkan"]).unwrap_err().contains("cuda-vmm"));
         assert_eq!((options.load_deadline.as_secs(), options.drain_deadline.as_secs()), (600, 0));
     }
 

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
+use crate::loader::backend::Choice;
 
 /// No report is longer, in bytes. The longest is [`Report::Published`] with a length per chunk.
 pub const MAX_REPORT: usize = 256 << 10;
@@ -30,6 +31,8 @@ pub struct Job {
     pub reserve_bytes: u64,
     /// Accept catalog entries for development.
     pub allow_dev_models: bool,
+    /// Whose memory.
+    pub backend: Choice,
 }
 
 /// Bytes that a load needs and what there is, judged before the first large allocation.
@@ -55,6 +58,10 @@ pub struct Plan {
     pub available_source: String,
     /// Number of chunks.
     pub chunks: u64,
+    /// Whose memory: `memfd` or `cuda-vmm`.
+    pub backend: String,
+    /// Why that one.
+    pub why: String,
 }
 
 impl Plan {
@@ -89,11 +96,13 @@ impl Plan {
     /// For people, a line a class of bytes.
     pub fn to_text(&self) -> String {
         format!(
-            "plan for {} ({}, {})\n  weights    {:>12} in {} chunk(s)\n  metadata   {:>12}\n  reserve    {:>12}\n  needed     \
+            "plan for {} ({}, {})\n  backend    {} ({})\n  weights    {:>12} in {} chunk(s)\n  metadata   {:>12}\n  reserve    {:>12}\n  needed     \
              {:>12}\n  available  {:>12} ({})\n  verdict    {}\n",
             self.model,
             self.family,
             self.artifact,
+            self.backend,
+            self.why,
             bytes(self.weight_bytes),
             self.chunks,
             bytes(self.metadata_bytes),
@@ -146,6 +155,11 @@ pub enum Report {
         /// Seconds that it took.
         seconds: f64,
     },
+    /// Something that a person should know.
+    Note {
+        /// A sentence.
+        text: String,
+    },
     /// The file still has the content `unless_blake3`; nothing was loaded.
     Unchanged,
     /// Carries descriptors of the next `count` chunks.
@@ -163,6 +177,8 @@ pub enum Report {
         blake3: String,
         /// The catalog knows this hash.
         known: bool,
+        /// The chunks are sealed memfds; otherwise device memory, of which only a driver can tell anything.
+        sealed: bool,
     },
     /// The last message of a load that failed.
     Failed(Failure),

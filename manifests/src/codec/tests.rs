@@ -53,6 +53,32 @@ fn what_is_encoded_comes_back() {
     assert_eq!(decode(&encode(&m).unwrap()).unwrap(), m);
 }
 
+fn on_a_device() -> WeightManifest {
+    let backend = Backend::CudaVmm {
+        device: std::array::from_fn(|k| u8::try_from(k).unwrap()),
+        device_name: "NVIDIA H200".into(),
+        granularity: 2 << 20,
+        driver: 13_000,
+        layout: crate::LAYOUT_GGUF.into(),
+    };
+    WeightManifest { backend, ..manifest() }
+}
+
+#[test]
+fn device_facts_come_back_and_an_impossible_granularity_is_refused() {
+    let m = on_a_device();
+    assert_eq!(decode(&encode(&m).unwrap()).unwrap(), m);
+    assert_eq!(m.backend.name(), "cuda-vmm");
+    for bytes in [0, 3 << 20] {
+        let mut bad = on_a_device();
+        if let Backend::CudaVmm { granularity, .. } = &mut bad.backend {
+            *granularity = bytes;
+        }
+        let e = encode(&bad).unwrap_err();
+        assert!(e.code() == "manifest_invalid" && e.to_string().contains(&bytes.to_string()), "{e}");
+    }
+}
+
 #[test]
 fn every_flipped_header_byte_has_its_error() {
     let good = encode(&manifest()).unwrap();

@@ -5,25 +5,85 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ds4_manifests::{WeightManifest, content_hash, decode};
+use ds4_kernels::cuda::driver::Context;
+use ds4_manifests::{Backend, WeightManifest, content_hash, decode};
 use ds4_os::seqpacket::{Connection, Received, SocketError};
 use ds4_os::{Mapping, SharedBytes};
 use ds4_proto::broker::{MAX_FRAME, Message};
 
-use crate::{AttachError, Attached, Lease, Options, Weights};
+use crate::{AttachError, Attached, DeviceAttached, DeviceWeights, Lease, Options, Weights};
 
 /// Most chunks that an owner may announce: 1 GiB each, they would be more than any machine has.
 const MAX_CHUNKS: u32 = 1 << 16;
 
-/// Attaches to the owner: takes a lease, receives and checks the manifest and all chunks, maps them read-only.
+/// A lease with its manifest and descriptors, before anything is mapped: whoever computes decides by
+/// [`Claim::manifest`] which device must map it.
+pub struct Claim {
+    /// What the owner published, checked.
+    pub manifest: WeightManifest,
+    chunks: Vec<OwnedFd>,
+    lease: Lease,
+    verify: bool,
+}
+
+/// Attaches to an owner whose weights are in the machine's memory: [`claim`], then [`Claim::map`].
 ///
 /// # Errors
 /// See [`AttachError`]. While the owner is absent or asks for a retry, tries again for at most `options.wait`.
 pub fn attach(options: &Options) -> Result<Attached, AttachError> {
+    claim(options)?.map()
+}
+
+/// Attaches to an owner whose weights are in the memory of `context`'s device: [`claim`], then [`Claim::map_device`].
+///
+/// # Errors
+/// As [`attach`].
+pub fn attach_device(options: &Options, context: &Context) -> Result<DeviceAttached, AttachError> {
+    claim(options)?.map_device(context)
+}
+
+impl Claim {
+    /// Maps chunks in the machine's memory read-only.
+    ///
+    /// # Errors
+    /// They are on a device, or a descriptor cannot be trusted or mapped, or does not have the manifest's hash (when that
+    /// was asked for).
+    pub fn map(self) -> Result<Attached, AttachError> {
+        let Self { manifest, chunks, lease, verify } = self;
+        if let Backend::CudaVmm { device, device_name, .. } = &manifest.backend {
+            return Err(AttachError::OnDevice {
+                model: manifest.model.name.clone(),
+                device: format!("{device_name} ({})", ds4_kernels::cuda::driver::device::uuid_text(device)),
+            });
+        }
+        let chunks = map_chunks(&manifest, chunks, verify)?;
+        Ok(Attached { weights: Weights { manifest, chunks }, lease })
+    }
+
+    /// Maps chunks in a device's memory, for reading only, side by side in the order of the manifest.
+    ///
+    /// # Errors
+    /// They are not on the device of `context`, or in a layout that this version does not know, or the driver refuses
+    /// them, or they do not have the manifest's hashes (when that was asked for).
+    pub fn map_device(self, context: &Context) -> Result<DeviceAttached, AttachError> {
+        let Self { manifest, chunks, lease, verify } = self;
+        let weights = DeviceWeights::map(manifest, chunks, context)?;
+        if verify {
+            weights.verify(0..weights.manifest.chunks.len())?;
+        }
+        Ok(DeviceAttached { weights, lease })
+    }
+}
+
+/// Takes a lease: receives the manifest and all descriptors, checks the manifest, maps nothing.
+///
+/// # Errors
+/// As [`attach`].
+pub fn claim(options: &Options) -> Result<Claim, AttachError> {
     let give_up = Instant::now() + options.wait;
     loop {
         let error = match attempt(options) {
-            Ok(attached) => return Ok(attached),
+            Ok(claim) => return Ok(claim),
             Err(e) => e,
         };
         match error.retry_after() {
@@ -42,7 +102,7 @@ struct Handshake<'a> {
     deadline: Instant,
 }
 
-fn attempt(options: &Options) -> Result<Attached, AttachError> {
+fn attempt(options: &Options) -> Result<Claim, AttachError> {
     let deadline = Instant::now() + options.timeout;
     let connection = connect(options)?;
     let handshake = Handshake { options, connection, deadline };
@@ -70,10 +130,9 @@ fn attempt(options: &Options) -> Result<Attached, AttachError> {
         let listed = manifest.chunks.len();
         return Err(AttachError::Unexpected(format!("{chunks} chunks announced, {listed} in the manifest")));
     }
-    let fds = handshake.receive_chunks(chunks)?;
-    let chunks = map_chunks(&manifest, fds, options.verify)?;
+    let chunks = handshake.receive_chunks(chunks)?;
     let lease = Lease::new(handshake.connection, lease, epoch);
-    Ok(Attached { weights: Weights { manifest, chunks }, lease })
+    Ok(Claim { manifest, chunks, lease, verify: options.verify })
 }
 
 fn connect(options: &Options) -> Result<Connection, AttachError> {

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ds4_kernels::cuda::driver::CudaError;
 use ds4_manifests::ManifestError;
 use ds4_os::mapping::MapError;
 use ds4_os::seqpacket::SocketError;
@@ -70,6 +71,61 @@ pub enum AttachError {
         /// Why.
         source: MapError,
     },
+    /// The weights are on a device, and this worker computes without one.
+    #[error(
+        "the owner holds `{model}` in the memory of {device}, which a worker on the CPU cannot map; start the owner with \
+         --backend memfd"
+    )]
+    OnDevice {
+        /// The model.
+        model: String,
+        /// Its device.
+        device: String,
+    },
+    /// The weights are in the machine's memory, and this worker computes on a device.
+    #[error(
+        "the owner holds `{model}` in the machine's memory, but this worker computes on {device}; start the owner with \
+         --backend cuda-vmm"
+    )]
+    NotOnDevice {
+        /// The model.
+        model: String,
+        /// The worker's device.
+        device: String,
+    },
+    /// The weights are on another device.
+    #[error(
+        "the owner holds `{model}` on {held}, but this worker computes on {own}: give both the same CUDA_VISIBLE_DEVICES"
+    )]
+    OtherDevice {
+        /// The model.
+        model: String,
+        /// The device that holds it.
+        held: String,
+        /// The worker's device.
+        own: String,
+    },
+    /// The tensors are arranged in a way that this version does not know.
+    #[error(
+        "`{model}` is held in the layout `{layout}`, this worker knows {known}; run the owner and the worker from the \
+         same release of ds4"
+    )]
+    UnknownLayout {
+        /// The model.
+        model: String,
+        /// The tag.
+        layout: String,
+        /// Tags that are known.
+        known: &'static str,
+    },
+    /// The driver refused.
+    #[error("{what}: {source}")]
+    Device {
+        /// What was being done.
+        what: String,
+        /// The driver's answer.
+        source: CudaError,
+    },
     /// The owner holds something else than what was asked for.
     #[error("the owner serves `{actual}` where `{expected}` was asked for")]
     ModelMismatch {
@@ -125,6 +181,10 @@ impl AttachError {
             Self::Protocol(_) | Self::Unexpected(_) => "protocol",
             Self::Manifest(e) => e.code(),
             Self::Map { .. } => "map",
+            Self::OnDevice { .. } | Self::NotOnDevice { .. } => "backend_mismatch",
+            Self::OtherDevice { .. } => "device_mismatch",
+            Self::UnknownLayout { .. } => "unknown_layout",
+            Self::Device { source, .. } => source.code(),
             Self::ModelMismatch { .. } => "model_mismatch",
             Self::EpochMismatch { .. } => "epoch_mismatch",
             Self::ContentMismatch { .. } => codes::CONTENT_MISMATCH,

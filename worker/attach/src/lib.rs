@@ -7,10 +7,12 @@ use ds4_manifests::{TensorEntry, WeightManifest};
 use ds4_os::SharedBytes;
 
 mod client;
+mod device;
 mod error;
 mod lease;
 
-pub use client::attach;
+pub use client::{Claim, attach, attach_device, claim};
+pub use device::{DeviceAttached, DeviceWeights};
 pub use error::AttachError;
 pub use lease::{Lease, Notice};
 
