@@ -38,10 +38,10 @@ __device__ __forceinline__ void attention(Step s, Slot ks, Slot vs, int heads, i
                 float dot = 0.0f;
 #pragma unroll
                 for (int e = 0; e < E; e++) {
-                    const int i = lane + 32 * e;
-                    const bool in = i < head_dim;
-                    dot = __fmaf_rn(qe[e], in ? widen(kr[i]) : 0.0f, dot);
-                    value[k][e] = in ? widen(vr[i]) : 0.0f;
+                    // Past the head's end q is zero and the accumulated value is not written.
+                    const int i = min(lane + 32 * e, head_dim - 1);
+                    dot = __fmaf_rn(qe[e], widen(kr[i]), dot);
+                    value[k][e] = widen(vr[i]);
                 }
                 score[k] = __fmul_rn(warp_sum(dot), scale);
             }
@@ -67,7 +67,7 @@ __device__ __forceinline__ void attention_merge(Step s, int heads, int head_dim,
 }
 
 #define KERNEL(E, T, NAME)                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(128) attention_##NAME##_##E(Step s, Slot k, Slot v, int heads, int per_kv,  \
+    extern "C" __global__ void __launch_bounds__(128, E > 4 ? 2 : 4) attention_##NAME##_##E(Step s, Slot k, Slot v, int heads, int per_kv,  \
                                                                              int head_dim, float scale, const float* q,      \
                                                                              float* partial, float* out) {                   \
         attention<E, T>(s, k, v, heads, per_kv, head_dim, scale, q, partial, out);                                           \

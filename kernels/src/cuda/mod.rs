@@ -2,3 +2,41 @@
 //! `cuda`).
 
 pub mod driver;
+
+#[cfg(feature = "cuda")]
+mod bank;
+#[cfg(feature = "cuda")]
+mod buffer;
+#[cfg(feature = "cuda")]
+mod dense;
+#[cfg(feature = "cuda")]
+mod device;
+#[cfg(feature = "cuda")]
+mod fatal;
+#[cfg(feature = "cuda")]
+mod hyper;
+#[cfg(feature = "cuda")]
+mod kernels;
+#[cfg(feature = "cuda")]
+mod moe;
+#[cfg(feature = "cuda")]
+mod sparse;
+#[cfg(feature = "cuda")]
+mod step;
+#[cfg(feature = "cuda")]
+mod weight;
+
+#[cfg(feature = "cuda")]
+pub use bank::{CudaBank, CudaCheckpoint};
+#[cfg(feature = "cuda")]
+pub use buffer::CudaBuffer;
+#[cfg(feature = "cuda")]
+pub use device::CudaDevice;
+#[cfg(feature = "cuda")]
+pub use moe::CudaRouting;
+#[cfg(feature = "cuda")]
+pub use sparse::{CudaRope, CudaSelection};
+#[cfg(feature = "cuda")]
+pub use step::CudaStep;
+#[cfg(feature = "cuda")]
+pub use weight::CudaWeight;

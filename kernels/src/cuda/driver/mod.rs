@@ -7,6 +7,9 @@
 //! | [`context`] | the device's primary context |
 //! | [`stream`] | streams and events |
 //! | [`pinned`] | page-locked host memory, and staging that copies through it |
+//! | [`memory`] | plain device memory; copies in a stream's order |
+//! | [`module`] | compiled kernels and their launches |
+//! | [`graph`] | recorded runs of a stream |
 //! | [`vmm`] | physical memory with descriptors, address space, and the mappings between them |
 //!
 //! Every owner holds the context that it lives in, and frees what it owns on drop; fields are declared in the order in
@@ -16,6 +19,9 @@
 pub mod context;
 pub mod device;
 pub mod error;
+pub mod graph;
+pub mod memory;
+pub mod module;
 pub mod pinned;
 pub mod stream;
 pub mod vmm;
@@ -27,6 +33,9 @@ use cudarc::driver::sys;
 pub use context::Context;
 pub use device::DeviceInfo;
 pub use error::CudaError;
+pub use graph::Graph;
+pub use memory::Memory;
+pub use module::{Function, KernelArg, Module};
 pub use pinned::{Pinned, Staging};
 pub use stream::{Event, Stream};
 pub use vmm::{Access, Physical, Space};

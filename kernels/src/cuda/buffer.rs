@@ -1,0 +1,69 @@
+//! Activations in device memory.
+
+use super::driver::{Context, Memory, vmm::DevicePtr};
+use super::fatal::OrFatal;
+
+/// Memory that grows: what was in it is lost when it does.
+#[derive(Debug, Default)]
+pub(super) struct Growable {
+    memory: Option<Memory>,
+}
+
+impl Growable {
+    /// The address of at least `len` bytes.
+    ///
+    /// Growing frees the old memory, which waits for the device: it happens in the first steps of their size only.
+    pub(super) fn at_least(&mut self, context: &Context, len: usize) -> DevicePtr {
+        match &self.memory {
+            Some(m) if m.len() >= len => m.start(),
+            _ => {
+                self.memory = None;
+                let new = Memory::new(context, len).or_fatal("activations; lower --max-batch or the prefill chunk");
+                self.memory.insert(new).start()
+            }
+        }
+    }
+
+    /// The address; 0 before the first use.
+    pub(super) fn start(&self) -> DevicePtr {
+        self.memory.as_ref().map_or(0, Memory::start)
+    }
+}
+
+/// f32 activations `[rows, width]` in device memory.
+#[derive(Debug)]
+pub struct CudaBuffer {
+    memory: Growable,
+    context: Context,
+    width: usize,
+    rows: usize,
+}
+
+impl CudaBuffer {
+    /// A buffer with no rows yet.
+    pub(super) fn new(context: &Context, width: usize) -> Self {
+        Self { memory: Growable::default(), context: context.clone(), width, rows: 0 }
+    }
+
+    /// Columns.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Sets the number of rows; the content is unspecified afterwards. Memory is kept when it shrinks.
+    pub(super) fn resize(&mut self, rows: usize) {
+        // 16 rows at once: the decode steps of a growing batch do not reallocate.
+        self.memory.at_least(&self.context, rows.max(16) * self.width * 4);
+        self.rows = rows;
+    }
+
+    /// Address of element (0, 0).
+    pub fn start(&self) -> DevicePtr {
+        self.memory.start()
+    }
+}

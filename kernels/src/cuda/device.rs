@@ -1,0 +1,198 @@
+//! The CUDA device.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::bank::{CudaBank, CudaCheckpoint};
+use super::buffer::{CudaBuffer, Growable};
+use super::driver::{Context, CudaError, Driver, KernelArg, Stream};
+use super::fatal::OrFatal;
+use super::kernels::{File, Kernels};
+use super::step::{Arenas, CudaStep};
+use super::weight::{self, CudaWeight};
+use super::dense;
+use crate::device::{Attention, Device, DeviceError, Rope, TensorSource};
+use crate::plan::BatchPlan;
+use crate::state::StateSpec;
+
+/// Memory between the kernels of one operation.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    /// Normalised streams of a hyper-connection; gates of the head.
+    pub(super) flat: Growable,
+    pub(super) gates: Growable,
+    /// Pieces of a softmax.
+    pub(super) partial: Growable,
+    /// Indexer scores.
+    pub(super) scores: Growable,
+    /// Expert activations.
+    pub(super) gate: Growable,
+    pub(super) up: Growable,
+    pub(super) parts: Growable,
+}
+
+/// One CUDA device with one stream, in which everything is done in order.
+#[derive(Debug)]
+pub struct CudaDevice {
+    kernels: Kernels,
+    arenas: Arenas,
+    scratch: Mutex<Scratch>,
+    stream: Stream,
+    context: Context,
+}
+
+impl CudaDevice {
+    /// Opens device `ordinal` of the driver.
+    ///
+    /// # Errors
+    /// There is no driver or device, it lacks virtual memory management, or the kernels do not run on it.
+    pub fn open(ordinal: u32) -> Result<Self, CudaError> {
+        let context = Context::new(Driver::open()?, ordinal)?;
+        if !context.device().vmm {
+            let text = format!("{} has no virtual memory management", context.device().name);
+            return Err(CudaError::Range(text));
+        }
+        let stream = Stream::new(&context)?;
+        let kernels = Kernels::load(&context)?;
+        Ok(Self { kernels, arenas: Arenas::default(), scratch: Mutex::default(), stream, context })
+    }
+
+    /// The context.
+    pub fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// The stream that all operations go into.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Waits for everything that was started.
+    ///
+    /// # Errors
+    /// What one of the operations failed with.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.stream.synchronize()
+    }
+
+    pub(super) fn scratch(&self) -> MutexGuard<'_, Scratch> {
+        self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn launch(&self, file: File, name: &str, grid: [u32; 3], block: [u32; 3], shared: usize, args: &[&dyn KernelArg]) {
+        self.kernels.launch(&self.stream, file, name, grid, block, shared, args);
+    }
+}
+
+impl Device for CudaDevice {
+    type Buffer = CudaBuffer;
+    type Weight = CudaWeight;
+    type Bank = CudaBank;
+    type Step = CudaStep;
+    type Checkpoint = CudaCheckpoint;
+
+    fn describe(&self) -> String {
+        let d = self.context.device();
+        let (major, minor) = d.capability;
+        format!("cuda ({}, sm_{major}{minor}, {} SMs)", d.name, d.multiprocessors)
+    }
+
+    fn bind(&self, source: &TensorSource) -> Result<CudaWeight, DeviceError> {
+        weight::bind(self, source)
+    }
+
+    fn buffer(&self, width: usize) -> CudaBuffer {
+        CudaBuffer::new(&self.context, width)
+    }
+
+    fn bank(&self, spec: &StateSpec, context: usize) -> Result<CudaBank, DeviceError> {
+        CudaBank::new(&self.context, spec, context)
+    }
+
+    fn bank_commit(&self, bank: &mut CudaBank, tokens: usize) -> Result<(), DeviceError> {
+        bank.commit(tokens)
+    }
+
+    fn bank_trim(&self, bank: &mut CudaBank, tokens: usize) {
+        bank.trim(tokens);
+    }
+
+    fn bank_committed(&self, bank: &CudaBank) -> usize {
+        bank.committed()
+    }
+
+    fn bank_checkpoint(&self, bank: &CudaBank, tokens: usize) -> Result<CudaCheckpoint, DeviceError> {
+        bank.checkpoint(self, tokens)
+    }
+
+    fn bank_rewind(&self, bank: &mut CudaBank, checkpoint: &CudaCheckpoint) {
+        bank.rewind(self, checkpoint);
+    }
+
+    fn bank_export(&self, bank: &CudaBank, slot: usize, rows: std::ops::Range<usize>, out: &mut Vec<u8>) {
+        bank.export(self, slot, rows, out);
+    }
+
+    fn bank_import(&self, bank: &mut CudaBank, slot: usize, rows: std::ops::Range<usize>, bytes: &[u8]) {
+        bank.import(self, slot, rows, bytes);
+    }
+
+    fn step(&self, plan: &BatchPlan, banks: &mut [CudaBank]) -> Result<CudaStep, DeviceError> {
+        let made = CudaStep::new(&self.context, &self.stream, &self.arenas, plan, banks);
+        made.map_err(|e| match e {
+            CudaError::OutOfMemory { bytes, .. } => {
+                DeviceError::OutOfMemory { what: "a step", missing: usize::try_from(bytes).unwrap_or(usize::MAX) }
+            }
+            other => super::fatal::fatal("a step", &other),
+        })
+    }
+
+    fn embed(&self, step: &CudaStep, table: &CudaWeight, out: &mut CudaBuffer) {
+        dense::embed(self, step, table, out);
+    }
+
+    fn rms_norm(&self, x: &CudaBuffer, weight: &CudaWeight, eps: f32, out: &mut CudaBuffer) {
+        dense::rms_norm(self, x, weight, eps, out);
+    }
+
+    fn matmul(&self, x: &CudaBuffer, group: &mut [(&CudaWeight, &mut CudaBuffer)]) {
+        for (w, out) in group {
+            assert_eq!(w.cols, x.width(), "{}: activations of another width", w.name);
+            assert_eq!(w.rows, out.width(), "{}: output of another width", w.name);
+            dense::matmul(self, x, w, 1, out);
+        }
+    }
+
+    fn rope(&self, step: &CudaStep, rope: &Rope, head_dim: usize, x: &mut CudaBuffer) {
+        dense::rope(self, step, rope, head_dim, x);
+    }
+
+    fn state_write(&self, step: &CudaStep, slot: usize, x: &CudaBuffer) {
+        dense::state_write(self, step, slot, x);
+    }
+
+    fn attention(&self, step: &CudaStep, p: &Attention, q: &CudaBuffer, out: &mut CudaBuffer) {
+        dense::attention(self, step, p, q, out);
+    }
+
+    fn swiglu(&self, gate: &CudaBuffer, up: &CudaBuffer, out: &mut CudaBuffer) {
+        dense::swiglu(self, gate, up, f32::INFINITY, out);
+    }
+
+    fn add(&self, x: &mut CudaBuffer, y: &CudaBuffer) {
+        dense::add(self, x, y);
+    }
+
+    fn gather_wanted(&self, step: &CudaStep, x: &CudaBuffer, out: &mut CudaBuffer) {
+        dense::gather_wanted(self, step, x, out);
+    }
+
+    fn read(&self, x: &CudaBuffer, row: usize, out: &mut Vec<f32>) {
+        assert!(row < x.rows(), "row {row} of {}", x.rows());
+        let mut bytes = vec![0u8; x.width() * 4];
+        #[allow(unsafe_code, reason = "a copy from the device")]
+        // SAFETY: the row exists.
+        unsafe { self.stream.download(x.start() + (row * x.width() * 4) as u64, &mut bytes) }.or_fatal("reading results");
+        out.clear();
+        out.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
+    }
+}

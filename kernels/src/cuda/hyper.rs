@@ -1,0 +1,95 @@
+//! Launches of the hyper-connections' kernels.
+
+use super::buffer::CudaBuffer;
+use super::device::CudaDevice;
+use super::driver::vmm::DevicePtr;
+use super::kernels::{File, dim, int, threads};
+use super::weight::CudaWeight;
+use crate::ops::{HyperOps, HyperParams, HyperWeights};
+
+/// Most residual streams of the kernels: the mixer of one row is a warp's registers.
+const MAX_STREAMS: usize = 5;
+
+/// Blocks over (rows, parts of the width).
+fn grid(rows: usize, width: usize) -> [u32; 3] {
+    [dim(rows), dim(width.div_ceil(256)), 1]
+}
+
+impl CudaDevice {
+    /// Raw mixer outputs of the RMS-normalised state, `[rows, outputs]`, to `out`.
+    fn mixer(&self, p: &HyperParams, w: &CudaWeight, state: &CudaBuffer, out: DevicePtr) {
+        let (rows, width) = (state.rows(), state.width());
+        assert_eq!(w.cols, width, "{}: streams of another width", w.name);
+        let flat = self.scratch().flat.at_least(&self.context().clone(), rows * width * 4);
+        let args = (state.start(), int(width));
+        let block = [threads(width, 1024), 1, 1];
+        self.launch(File::Hyper, "hyper_norm", [dim(rows), 1, 1], block, 0, &[&args.0, &p.rms_eps, &args.1, &flat]);
+        let (start, row_bytes, cols, outputs, n) = (w.start(), w.row_bytes as i64, int(width), int(w.rows), int(rows));
+        self.launch(
+            File::Matmul,
+            &format!("matmul_{}", w.ty),
+            [dim(w.rows.div_ceil(4)), dim(rows.div_ceil(4)), 1],
+            [32, 4, 1],
+            0,
+            &[&start, &row_bytes, &cols, &outputs, &outputs, &flat, &cols, &n, &out],
+        );
+    }
+
+    fn combine(&self, gates: DevicePtr, stride: usize, streams: usize, state: &CudaBuffer, x: &mut CudaBuffer) {
+        x.resize(state.rows());
+        let args = (int(stride), state.start(), int(streams), int(x.width()), x.start());
+        let grid = grid(state.rows(), x.width());
+        let all: [&dyn super::driver::KernelArg; 6] = [&gates, &args.0, &args.1, &args.2, &args.3, &args.4];
+        self.launch(File::Hyper, "hyper_combine", grid, [256, 1, 1], 0, &all);
+    }
+}
+
+impl HyperOps for CudaDevice {
+    fn hyper_start(&self, streams: usize, x: &CudaBuffer, state: &mut CudaBuffer) {
+        assert_eq!(x.width() * streams, state.width(), "streams of another width");
+        state.resize(x.rows());
+        let args = (x.start(), int(x.width()), int(streams), state.start());
+        let grid = [dim(x.rows()), 1, 1];
+        self.launch(File::Hyper, "hyper_start", grid, [256, 1, 1], 0, &[&args.0, &args.1, &args.2, &args.3]);
+    }
+
+    fn hyper_pre(
+        &self,
+        p: &HyperParams,
+        w: &HyperWeights<CudaWeight>,
+        state: &CudaBuffer,
+        mix: &mut CudaBuffer,
+        x: &mut CudaBuffer,
+    ) {
+        let n = p.streams;
+        assert!(n <= MAX_STREAMS, "{n} streams; {MAX_STREAMS} at most");
+        assert!(state.width() == n * x.width() && mix.width() == 2 * n + n * n, "hyper-connection shape");
+        mix.resize(state.rows());
+        self.mixer(p, &w.mixer, state, mix.start());
+        let args = (mix.start(), w.scale.vector(), w.base.vector(), int(n), int(p.iterations));
+        let all: [&dyn super::driver::KernelArg; 6] = [&args.0, &args.1, &args.2, &args.3, &args.4, &p.eps];
+        self.launch(File::Hyper, "hyper_weights", [dim(state.rows()), 1, 1], [32, 1, 1], 0, &all);
+        self.combine(mix.start(), mix.width(), n, state, x);
+    }
+
+    fn hyper_post(&self, p: &HyperParams, mix: &CudaBuffer, y: &CudaBuffer, state: &mut CudaBuffer) {
+        let n = p.streams;
+        assert!(state.width() == n * y.width() && mix.width() == 2 * n + n * n, "hyper-connection shape");
+        assert!(mix.rows() == y.rows() && state.rows() == y.rows(), "rows of another step");
+        let args = (mix.start(), y.start(), int(n), int(y.width()), state.start());
+        let grid = grid(y.rows(), y.width());
+        let all: [&dyn super::driver::KernelArg; 5] = [&args.0, &args.1, &args.2, &args.3, &args.4];
+        self.launch(File::Hyper, "hyper_post", grid, [256, 1, 1], 0, &all);
+    }
+
+    fn hyper_head(&self, p: &HyperParams, w: &HyperWeights<CudaWeight>, state: &CudaBuffer, x: &mut CudaBuffer) {
+        let (n, rows) = (p.streams, state.rows());
+        assert_eq!(state.width(), n * x.width(), "hyper-connection shape");
+        let gates = self.scratch().gates.at_least(&self.context().clone(), rows * n * 4);
+        self.mixer(p, &w.mixer, state, gates);
+        let args = (w.scale.vector(), w.base.vector(), int(n), int(rows * n));
+        let all: [&dyn super::driver::KernelArg; 6] = [&gates, &args.0, &args.1, &args.2, &p.eps, &args.3];
+        self.launch(File::Hyper, "hyper_gates", [dim((rows * n).div_ceil(256)), 1, 1], [256, 1, 1], 0, &all);
+        self.combine(gates, n, n, state, x);
+    }
+}

@@ -1,0 +1,186 @@
+//! A plan in device memory.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::bank::{CudaBank, Layout};
+use super::driver::{Context, CudaError, Event, Memory, Pinned, Space, Stream};
+use crate::kernel_args;
+use crate::plan::BatchPlan;
+
+/// Addresses of a step's arrays, as kernels take them (`Step` in `common.cuh`).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct StepArg {
+    tokens: u64,
+    positions: u64,
+    span_of: u64,
+    wanted: u64,
+    first_pos: u64,
+    first_row: u64,
+    span_rows: u64,
+    banks: u64,
+}
+kernel_args!(StepArg);
+
+/// Memory for one step's arrays; used again by later steps.
+#[derive(Debug)]
+struct Arena {
+    // Waited for before `host` is written again or freed.
+    copied: Event,
+    device: Memory,
+    host: Pinned,
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        let _ = self.copied.synchronize();
+    }
+}
+
+/// Arenas that no step uses.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Arenas(Arc<Mutex<Vec<Arena>>>);
+
+/// A plan made ready.
+#[derive(Debug)]
+pub struct CudaStep {
+    pub(super) arg: StepArg,
+    pub(super) rows: usize,
+    pub(super) spans: usize,
+    pub(super) wanted: usize,
+    /// Position after the last row of the deepest span.
+    pub(super) deepest: usize,
+    /// Rows of the longest span.
+    pub(super) longest: usize,
+    /// Largest token id.
+    pub(super) top_token: u32,
+    pub(super) distinct_banks: bool,
+    layout: Option<Arc<Layout>>,
+    arena: Option<Arena>,
+    arenas: Arenas,
+    _spaces: Vec<Arc<Mutex<Space>>>,
+}
+
+impl CudaStep {
+    /// The layout of the step's banks.
+    pub(super) fn layout(&self) -> &Layout {
+        match &self.layout {
+            Some(layout) => layout,
+            None => panic!("a step without spans has no state"),
+        }
+    }
+
+    pub(super) fn new(
+        context: &Context,
+        stream: &Stream,
+        arenas: &Arenas,
+        plan: &BatchPlan,
+        banks: &[CudaBank],
+    ) -> Result<Self, CudaError> {
+        let int = |n: usize| i32::try_from(n).map_err(|_| CudaError::Range(format!("{n} in a step's arrays")));
+        let (rows, spans, wanted) = (plan.rows(), plan.spans.len(), plan.wanted.len());
+        assert!(plan.wanted.iter().all(|w| *w < rows), "wanted rows are rows of the plan");
+        let mut positions = Vec::with_capacity(rows);
+        let mut span_of = Vec::with_capacity(rows);
+        let mut layout: Option<Arc<Layout>> = None;
+        let (mut distinct_banks, mut deepest, mut longest) = (true, 0, 0);
+        for (i, s) in plan.spans.iter().enumerate() {
+            assert_eq!(s.first_row, positions.len(), "spans cover the rows in order");
+            let (bank, end) = (&banks[s.bank], s.first_pos + s.rows);
+            assert!(end <= bank.tokens(), "span to position {end} of a bank committed to {}", bank.tokens());
+            match &layout {
+                None => layout = Some(Arc::clone(bank.layout())),
+                Some(l) => assert!(*l == *bank.layout(), "banks of one step have one layout"),
+            }
+            (deepest, longest) = (deepest.max(end), longest.max(s.rows));
+            for pos in s.first_pos..end {
+                positions.push(int(pos)?);
+                span_of.push(int(i)?);
+            }
+            // Two spans of one bank may follow each other but not write the same row.
+            for b in &plan.spans[..i] {
+                distinct_banks &= s.bank != b.bank;
+                let apart = s.first_pos >= b.first_pos + b.rows || b.first_pos >= end;
+                assert!(s.bank != b.bank || apart, "two spans write the same rows of bank {}", s.bank);
+            }
+        }
+        assert_eq!(positions.len(), rows, "spans cover the rows");
+
+        // Addresses first, then the arrays of 32-bit numbers, all in one copy.
+        let mut bytes: Vec<u8> = plan.spans.iter().flat_map(|s| banks[s.bank].base().to_le_bytes()).collect();
+        let mut starts = Vec::new();
+        let mut put = |values: &mut dyn Iterator<Item = Result<i32, CudaError>>| -> Result<(), CudaError> {
+            starts.push(bytes.len() as u64);
+            for v in values {
+                bytes.extend_from_slice(&v?.to_le_bytes());
+            }
+            Ok(())
+        };
+        put(&mut plan.tokens.iter().map(|t| Ok(t.cast_signed())))?;
+        put(&mut positions.iter().map(|p| Ok(*p)))?;
+        put(&mut span_of.iter().map(|s| Ok(*s)))?;
+        put(&mut plan.wanted.iter().map(|w| int(*w)))?;
+        put(&mut plan.spans.iter().map(|s| int(s.first_pos)))?;
+        put(&mut plan.spans.iter().map(|s| int(s.first_row)))?;
+        put(&mut plan.spans.iter().map(|s| int(s.rows)))?;
+
+        let free = {
+            let mut list = arenas.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let at = list.iter().position(|a| a.device.len() >= bytes.len());
+            at.map(|at| list.swap_remove(at))
+        };
+        let mut arena = match free {
+            Some(arena) => arena,
+            None => {
+                let len = bytes.len().next_power_of_two().max(4096);
+                Arena {
+                    copied: Event::new(context)?,
+                    device: Memory::new(context, len)?,
+                    host: Pinned::new(context, len)?,
+                }
+            }
+        };
+        arena.copied.synchronize()?;
+        arena.host[..bytes.len()].copy_from_slice(&bytes);
+        #[allow(unsafe_code, reason = "a copy to the device")]
+        // SAFETY: the arena's device memory is as large; earlier kernels that read it come before in the stream; the source is
+        // written again only after `copied`.
+        unsafe {
+            stream.upload_pinned(arena.device.start(), &arena.host, bytes.len())?;
+        }
+        arena.copied.record(stream)?;
+        let base = arena.device.start();
+        let at = |i: usize| base + starts.get(i).copied().unwrap_or(0);
+        Ok(Self {
+            arg: StepArg {
+                tokens: at(0),
+                positions: at(1),
+                span_of: at(2),
+                wanted: at(3),
+                first_pos: at(4),
+                first_row: at(5),
+                span_rows: at(6),
+                banks: base,
+            },
+            rows,
+            spans,
+            wanted,
+            deepest,
+            longest,
+            top_token: plan.tokens.iter().copied().max().unwrap_or(0),
+            distinct_banks,
+            layout,
+            arena: Some(arena),
+            arenas: arenas.clone(),
+            _spaces: plan.spans.iter().map(|s| banks[s.bank].space()).collect(),
+        })
+    }
+}
+
+impl Drop for CudaStep {
+    fn drop(&mut self) {
+        if let Some(arena) = self.arena.take() {
+            self.arenas.0.lock().unwrap_or_else(PoisonError::into_inner).push(arena);
+        }
+    }
+}
