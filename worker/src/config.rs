@@ -16,6 +16,13 @@ pub struct Cli {
     pub config: ConfigArgs,
     #[command(flatten)]
     pub flags: Flags,
+    /// Attach, map the weights, read some of them back (all with --verify-weights), compare them with the owner's hashes,
+    /// print the figures as JSON and exit; nothing is served
+    #[arg(long)]
+    pub self_test: bool,
+    /// With --self-test: attach and detach this many times
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "self_test", value_parser = clap::value_parser!(u32).range(1..))]
+    pub self_test_cycles: u32,
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 drained; 1 fatal error; 2 bad usage, configuration or address in use; 3 no weight \

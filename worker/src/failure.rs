@@ -5,6 +5,7 @@ use std::io;
 use ds4_attach::AttachError;
 use ds4_engine::{EngineError, ProbeError};
 use ds4_kernels::DeviceError;
+use ds4_kernels::cuda::driver::CudaError;
 use ds4_models::ModelError;
 use ds4_os::mapping::MapError;
 use ds4_settings::{EXIT_MEMORY, EXIT_MODEL, EXIT_PEER, EXIT_SELF_TEST, EXIT_USAGE};
@@ -35,6 +36,11 @@ impl Failure {
         Self::new(EXIT_MEMORY, message)
     }
 
+    /// A check of what this worker would compute with failed.
+    pub fn self_test(message: impl ToString) -> Self {
+        Self::new(EXIT_SELF_TEST, message)
+    }
+
     /// Anything without a code of its own.
     pub fn other(message: impl ToString) -> Self {
         Self::new(1, message)
@@ -50,8 +56,20 @@ impl From<AttachError> for Failure {
             {
                 Self::memory(message)
             }
+            AttachError::Device { source: CudaError::OutOfMemory { .. }, .. } => Self::memory(message),
             e if e.is_about_the_model() => Self::new(EXIT_MODEL, message),
             _ => Self::new(EXIT_PEER, message),
+        }
+    }
+}
+
+impl From<CudaError> for Failure {
+    fn from(e: CudaError) -> Self {
+        let message = format!("{e} [{}]", e.code());
+        match e {
+            CudaError::OutOfMemory { .. } => Self::memory(message),
+            e if e.is_absence() => Self::usage(message),
+            _ => Self::other(message),
         }
     }
 }

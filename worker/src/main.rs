@@ -15,6 +15,7 @@ mod failure;
 mod late;
 mod listen;
 mod run;
+mod self_test;
 
 fn main() -> ExitCode {
     let started = Instant::now();
@@ -34,12 +35,16 @@ fn main() -> ExitCode {
     let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false);
     tracing_subscriber::registry().with(format.with_filter(filter)).init();
     tracing::info!(version = env!("CARGO_PKG_VERSION"), pid = std::process::id(), "ds4-worker\n{}", layered.to_toml());
-    let result = runtime().and_then(|runtime| {
-        let result = run::run(options, started, &runtime);
-        // Whoever is still connected shall not hold up the exit.
-        runtime.shutdown_background();
-        result
-    });
+    let result = if cli.self_test {
+        self_test::run(&options, cli.self_test_cycles).map(|figures| println!("{figures}"))
+    } else {
+        runtime().and_then(|runtime| {
+            let result = run::run(options, started, &runtime);
+            // Whoever is still connected shall not hold up the exit.
+            runtime.shutdown_background();
+            result
+        })
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {

@@ -29,6 +29,9 @@ pub struct LoadBenchArgs {
     /// Ask the kernel to forget the file before each load, so that the disk is measured and not the page cache
     #[arg(long)]
     cold: bool,
+    /// After the last load, attach and detach this many times and compare all bytes with the owner's hashes
+    #[arg(long, value_name = "N")]
+    attach_cycles: Option<u32>,
 }
 
 /// Loads, measures, unloads, again.
@@ -39,7 +42,8 @@ pub async fn load(args: &LoadBenchArgs) -> anyhow::Result<(Value, String)> {
     let mut stages: BTreeMap<String, Vec<f64>> = BTreeMap::new();
     let mut seconds = Vec::new();
     let mut bytes = 0;
-    for _ in 0..args.repeats {
+    let mut attach = Value::Null;
+    for left in (0..args.repeats).rev() {
         if args.cold {
             forget(&path)?;
         }
@@ -67,6 +71,9 @@ pub async fn load(args: &LoadBenchArgs) -> anyhow::Result<(Value, String)> {
             stages.entry(stage).or_default().push(speed);
         }
         let model = model.context("the owner ended the load without READY")?;
+        if let (0, Some(cycles)) = (left, args.attach_cycles) {
+            attach = rig.self_test(cycles)?;
+        }
         let request = v1::UnloadRequest { model, epoch: 0, deadline_s: 10 };
         control::owner(rig.dir()).await?.unload(request).await.map_err(control::status)?;
     }
@@ -83,10 +90,13 @@ pub async fn load(args: &LoadBenchArgs) -> anyhow::Result<(Value, String)> {
         eprintln!("warning: {warning}");
     }
     let text = stages.iter().map(|(stage, speed)| format!("{stage:10} {speed:6.2} GiB/s\n")).collect::<String>()
-        + &format!("load       {:6.3} s\n", median(&seconds));
+        + &format!("load       {:6.3} s\n", median(&seconds))
+        + &attach_text(&attach);
     let value = json!({
         "gib_per_s": stages,
         "load_s": median(&seconds),
+        "load_s_each": seconds,
+        "attach": attach,
         "bytes": bytes,
         "floor_gib_per_s": args.floor,
         "warnings": slow,
@@ -95,6 +105,13 @@ pub async fn load(args: &LoadBenchArgs) -> anyhow::Result<(Value, String)> {
         "conditions": conditions,
     });
     Ok((value, text))
+}
+
+fn attach_text(attach: &Value) -> String {
+    match attach.get("attach_median_ms").and_then(Value::as_f64) {
+        Some(ms) => format!("attach     {ms:6.2} ms, the median of {} cycles\n", attach["cycles"]),
+        None => String::new(),
+    }
 }
 
 fn forget(path: &Path) -> anyhow::Result<()> {

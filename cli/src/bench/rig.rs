@@ -29,6 +29,9 @@ pub struct RigArgs {
     /// Take a development model, such as `ds4 gguf synth --shape small` writes
     #[arg(long)]
     allow_dev_models: bool,
+    /// Whose memory holds the weights: memfd, cuda-vmm or auto [default: the owner's]
+    #[arg(long, value_name = "BACKEND")]
+    backend: Option<String>,
     /// Compute threads [default: the CPUs that this process may use]
     #[arg(long, value_name = "N")]
     threads: Option<u32>,
@@ -74,6 +77,7 @@ impl RigArgs {
             "ds4_version": env!("CARGO_PKG_VERSION"),
             "model": model.file_name().map(|n| n.to_string_lossy()),
             "threads": self.threads(),
+            "backend": self.backend,
             "context": self.ctx,
             "cpu": cpu.map(|(_, name)| name),
             "cpus": std::thread::available_parallelism()?.get(),
@@ -124,6 +128,9 @@ impl Rig {
         let mut owner_args = common.clone();
         if load {
             owner_args.extend(["--model".into(), model.into()]);
+        }
+        if let Some(backend) = &args.backend {
+            owner_args.extend(["--backend".into(), backend.into()]);
         }
         if args.allow_dev_models {
             owner_args.push("--allow-dev-models".into());
@@ -182,6 +189,22 @@ impl Rig {
         let worker = self.worker.insert(launch.start()?);
         wait_ready(worker, &notify, WORKER_READY, self.dir.path(), "worker").await.context("the benchmark's worker")?;
         Ok(begun.elapsed())
+    }
+
+    /// Runs `ds4-worker --self-test`: attaches `cycles` times, compares all bytes with the owner's hashes once. Returns its
+    /// figures.
+    pub fn self_test(&self, cycles: u32) -> anyhow::Result<Value> {
+        let output = std::process::Command::new(&self.programs[1])
+            .args(["--config", "/dev/null", "--self-test", "--verify-weights", "--self-test-cycles"])
+            .arg(cycles.to_string())
+            .arg("--runtime-dir")
+            .arg(self.dir())
+            .output()?;
+        if !output.status.success() {
+            let log = String::from_utf8_lossy(&output.stderr);
+            bail!("the worker's self-test failed: {}", log.lines().last().unwrap_or_default());
+        }
+        serde_json::from_slice(&output.stdout).context("the figures of the worker's self-test")
     }
 
     /// SIGKILL, and waits until it is gone.

@@ -11,6 +11,11 @@ mod device;
 mod error;
 mod lease;
 
+/// BLAKE3 of bytes, as the manifest has them per chunk.
+pub fn hash(bytes: &[u8]) -> [u8; 32] {
+    *blake3::hash(bytes).as_bytes()
+}
+
 pub use client::{Claim, attach, attach_device, claim};
 pub use device::{DeviceAttached, DeviceWeights};
 pub use error::AttachError;

@@ -1,0 +1,145 @@
+//! Streams and events. Nothing runs before somebody waits for it.
+
+use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::time::Duration;
+
+use crate::memory::Memory;
+use crate::{Code, ILLEGAL_ADDRESS, INVALID_HANDLE, card};
+
+pub enum Op {
+    Upload { to: u64, from: usize, len: usize },
+    Download { to: usize, from: u64, len: usize },
+    Fill { to: u64, value: u8, len: usize },
+}
+
+#[derive(Default)]
+struct Stream {
+    pushed: u64,
+    waiting: VecDeque<(u64, Op)>,
+}
+
+#[derive(Default)]
+pub struct Streams {
+    last: u64,
+    streams: HashMap<u64, Stream>,
+    /// Stream and number of the operation that an event waits for; `None`: never recorded.
+    events: HashMap<u64, Option<(u64, u64)>>,
+}
+
+fn pointer<T>(at: usize) -> *mut T {
+    std::ptr::with_exposed_provenance_mut(at)
+}
+
+impl Op {
+    /// What a stream does later fails later, and takes the context with it.
+    fn run(&self, memory: &Memory) -> Result<(), Code> {
+        let fatal = |_| ILLEGAL_ADDRESS;
+        let host = |at: u64| usize::try_from(at).map_err(|_| ILLEGAL_ADDRESS);
+        match *self {
+            Self::Upload { to, from, len } => {
+                memory.check_access(to, len, true).map_err(fatal)?;
+                memory.check_pinned(from, len).map_err(fatal)?;
+                // SAFETY: both ranges were just checked to be mapped by this fake, and are of different kinds.
+                unsafe { pointer::<u8>(host(to)?).copy_from_nonoverlapping(pointer::<u8>(from), len) };
+            }
+            Self::Download { to, from, len } => {
+                memory.check_access(from, len, false).map_err(fatal)?;
+                memory.check_pinned(to, len).map_err(fatal)?;
+                // SAFETY: as above.
+                unsafe { pointer::<u8>(to).copy_from_nonoverlapping(pointer::<u8>(host(from)?), len) };
+            }
+            Self::Fill { to, value, len } => {
+                memory.check_access(to, len, true).map_err(fatal)?;
+                // SAFETY: the range was just checked to be mapped by this fake.
+                unsafe { pointer::<u8>(host(to)?).write_bytes(value, len) };
+            }
+        }
+        match card::copy_us() {
+            0 => {}
+            us => std::thread::sleep(Duration::from_micros(us)),
+        }
+        Ok(())
+    }
+
+    fn host(&self) -> Option<Range<usize>> {
+        match *self {
+            Self::Upload { from: at, len, .. } | Self::Download { to: at, len, .. } => Some(at..at + len),
+            Self::Fill { .. } => None,
+        }
+    }
+}
+
+impl Streams {
+    fn next(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
+    pub fn create(&mut self) -> u64 {
+        let id = self.next();
+        self.streams.insert(id, Stream::default());
+        id
+    }
+
+    pub fn check(&self, stream: u64) -> Result<(), Code> {
+        if self.streams.contains_key(&stream) { Ok(()) } else { Err(INVALID_HANDLE) }
+    }
+
+    pub fn destroy(&mut self, stream: u64, memory: &Memory) -> Result<(), Code> {
+        self.run(stream, u64::MAX, memory)?;
+        self.streams.remove(&stream);
+        Ok(())
+    }
+
+    pub fn push(&mut self, stream: u64, op: Op) -> Result<(), Code> {
+        let stream = self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
+        stream.pushed += 1;
+        stream.waiting.push_back((stream.pushed, op));
+        Ok(())
+    }
+
+    /// Runs a stream up to operation number `until`.
+    pub fn run(&mut self, stream: u64, until: u64, memory: &Memory) -> Result<(), Code> {
+        let stream = self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
+        while let Some((_, op)) = stream.waiting.pop_front_if(|(number, _)| *number <= until) {
+            op.run(memory)?;
+        }
+        Ok(())
+    }
+
+    pub fn run_all(&mut self, memory: &Memory) -> Result<(), Code> {
+        let all: Vec<u64> = self.streams.keys().copied().collect();
+        all.into_iter().try_for_each(|stream| self.run(stream, u64::MAX, memory))
+    }
+
+    /// True when an operation that has not run yet touches `range` of the host's memory.
+    pub fn uses(&self, range: &Range<usize>) -> bool {
+        let mut waiting = self.streams.values().flat_map(|s| &s.waiting);
+        waiting.any(|(_, op)| op.host().is_some_and(|r| r.start < range.end && range.start < r.end))
+    }
+
+    pub fn create_event(&mut self) -> u64 {
+        let id = self.next();
+        self.events.insert(id, None);
+        id
+    }
+
+    pub fn destroy_event(&mut self, event: u64) -> Result<(), Code> {
+        self.events.remove(&event).map(drop).ok_or(INVALID_HANDLE)
+    }
+
+    pub fn record(&mut self, event: u64, stream: u64) -> Result<(), Code> {
+        let number = self.streams.get(&stream).ok_or(INVALID_HANDLE)?.pushed;
+        *self.events.get_mut(&event).ok_or(INVALID_HANDLE)? = Some((stream, number));
+        Ok(())
+    }
+
+    pub fn wait(&mut self, event: u64, memory: &Memory) -> Result<(), Code> {
+        match *self.events.get(&event).ok_or(INVALID_HANDLE)? {
+            // A stream that is gone was run to its end.
+            Some((stream, until)) if self.streams.contains_key(&stream) => self.run(stream, until, memory),
+            _ => Ok(()),
+        }
+    }
+}
