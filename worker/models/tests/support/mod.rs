@@ -13,8 +13,11 @@ use ds4_models::Model;
 use ds4_os::SharedBytes;
 use serde_json::Value;
 
-/// A file under `tests/fixtures` of the workspace.
+/// A file under `tests/fixtures` of the workspace, or of `DS4_FIXTURES` (a machine without the source tree).
 pub fn fixture(path: &str) -> PathBuf {
+    if let Some(folder) = std::env::var_os("DS4_FIXTURES") {
+        return Path::new(&folder).join(path);
+    }
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures").join(path)
 }
 
