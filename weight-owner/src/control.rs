@@ -124,7 +124,7 @@ impl Owner for Control {
             rss_bytes: memory.resident,
             fds: ds4_os::stats::fd_count(None).ok().and_then(|n| u32::try_from(n).ok()).unwrap_or(0),
             weight_bytes: self.ledger.weight_bytes(),
-            backend: "memfd".into(),
+            backend: self.ledger.backends().unwrap_or_else(|| self.loads.backend().into()),
             draining: self.ledger.stopping(),
         }))
     }

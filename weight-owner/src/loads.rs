@@ -200,6 +200,11 @@ impl Loads {
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What backend loads ask for.
+    pub fn backend(&self) -> &'static str {
+        self.options.backend.name()
+    }
+
     /// Ends running loads and refuses new ones.
     pub fn stop(&self) {
         self.stop.send_replace(true);
@@ -337,6 +342,11 @@ impl Attempt<'_> {
         let (mut child, connection) = spawn(&job).await?;
         let result = self.follow(&connection, earlier).await;
         drop(connection);
+        if let Ok(Some(loaded)) = result {
+            // What was loaded is ours; taking down a process that maps 81 GiB of a device takes a while.
+            tokio::spawn(async move { reap(&mut child).await });
+            return Ok(loaded);
+        }
         let status = reap(&mut child).await;
         match result? {
             Some(loaded) => Ok(loaded),

@@ -52,6 +52,8 @@ struct Epoch {
     artifact: String,
     synthetic: bool,
     path: PathBuf,
+    /// Whose memory; empty until it is planned.
+    backend: String,
     state: v1::ModelState,
     failure: Option<Failure>,
     held: Option<Arc<Held>>,
@@ -132,6 +134,7 @@ impl Ledger {
             artifact: String::new(),
             synthetic: false,
             path: path.to_owned(),
+            backend: String::new(),
             state: v1::ModelState::Loading,
             failure: None,
             held: None,
@@ -153,6 +156,7 @@ impl Ledger {
             entry.family.clone_from(&plan.family);
             entry.artifact.clone_from(&plan.artifact);
             entry.synthetic = plan.synthetic;
+            entry.backend.clone_from(&plan.backend);
             entry.total_bytes = plan.weight_bytes;
             self.announce(&mut state, epoch);
         }

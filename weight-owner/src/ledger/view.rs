@@ -1,5 +1,7 @@
 //! The ledger as clients of the control service see it.
 
+use std::collections::BTreeSet;
+
 use ds4_proto::v1;
 use tokio::sync::broadcast;
 
@@ -9,6 +11,14 @@ impl Ledger {
     /// All epochs.
     pub fn models(&self) -> Vec<v1::Model> {
         self.lock().epochs.iter().map(|(id, e)| row(*id, e)).collect()
+    }
+
+    /// Whose memory the READY epochs are in; `None` when there are none.
+    pub fn backends(&self) -> Option<String> {
+        let state = self.lock();
+        let ready = state.epochs.values().filter(|e| e.state == v1::ModelState::Ready);
+        let names: BTreeSet<&str> = ready.map(|e| e.backend.as_str()).collect();
+        (!names.is_empty()).then(|| names.into_iter().collect::<Vec<_>>().join(", "))
     }
 
     /// All leases.

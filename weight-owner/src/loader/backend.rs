@@ -21,6 +21,17 @@ pub enum Choice {
     CudaVmm,
 }
 
+impl Choice {
+    /// As users write it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Memfd => "memfd",
+            Self::CudaVmm => "cuda-vmm",
+        }
+    }
+}
+
 /// The memory that a load fills.
 pub enum Memory {
     /// Sealed memfds.
@@ -153,6 +164,7 @@ mod tests {
     fn choices_are_written_as_users_write_them() {
         for (choice, text) in [(Choice::Auto, "auto"), (Choice::Memfd, "memfd"), (Choice::CudaVmm, "cuda-vmm")] {
             assert_eq!(serde_json::to_string(&choice).unwrap(), format!("{text:?}"));
+            assert_eq!(choice.name(), text);
             assert_eq!(<Choice as clap::ValueEnum>::from_str(text, false), Ok(choice));
         }
     }

@@ -86,12 +86,13 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event for ordering and waiting; waiting sleeps instead of spinning.
+    /// An event for ordering and waiting. Waiting spins: with events that wake a sleeper, the device raises an interrupt
+    /// for each, which made a load of 80.8 GiB in 1 MiB copies take 2.8 s instead of 2.4 s.
     ///
     /// # Errors
     /// The context is lost.
     pub fn new(context: &Context) -> Result<Self, CudaError> {
-        Self::with(context, EventFlags::CU_EVENT_DISABLE_TIMING as u32 | EventFlags::CU_EVENT_BLOCKING_SYNC as u32)
+        Self::with(context, EventFlags::CU_EVENT_DISABLE_TIMING as u32)
     }
 
     /// An event that knows when it happened.
