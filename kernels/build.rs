@@ -10,7 +10,7 @@ use std::process::{Command, exit};
 use std::time::SystemTime;
 
 /// Source files, without `.cu`.
-const FILES: &[&str] = &["attention", "elementwise", "hyper", "matmul", "moe", "sparse", "state"];
+const FILES: &[&str] = &["attention", "elementwise", "hyper", "matmul", "moe", "quantized", "sparse", "state"];
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

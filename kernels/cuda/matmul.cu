@@ -37,6 +37,76 @@ __device__ __forceinline__ void matmul(const uint8_t* w, int64_t row_bytes, int 
         if (threadIdx.x == r && first + r < rows) out[int64_t(first + r) * outputs + o] = sum[r];
 }
 
+// Eight consecutive elements of a float row; 16-byte aligned.
+template <class T>
+__device__ __forceinline__ void eight(const uint8_t* p, float (&v)[8]);
+template <>
+__device__ __forceinline__ void eight<F32>(const uint8_t* p, float (&v)[8]) {
+    const float4 a = __ldg(reinterpret_cast<const float4*>(p)), b = __ldg(reinterpret_cast<const float4*>(p) + 1);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+template <>
+__device__ __forceinline__ void eight<F16>(const uint8_t* p, float (&v)[8]) {
+    const uint4 a = __ldg(reinterpret_cast<const uint4*>(p));
+    const uint32_t w[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = __half2float(__ushort_as_half(w[i / 2] >> (16 * (i & 1)) & 0xffff));
+}
+template <>
+__device__ __forceinline__ void eight<BF16>(const uint8_t* p, float (&v)[8]) {
+    const uint4 a = __ldg(reinterpret_cast<const uint4*>(p));
+    const uint32_t w[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = __uint_as_float(i & 1 ? w[i / 2] & 0xffff0000u : w[i / 2] << 16);
+}
+
+// As matmul, for float weights whose rows are whole eights: a block of four warps has OUTS outputs of ROWS rows, each warp a quarter of
+// the columns, each lane eight of 256 in turn. The order for one row and output is the same for every OUTS and number of rows.
+template <class T, int OUTS>
+__device__ __forceinline__ void dense(const uint8_t* w, int64_t row_bytes, int cols, int outputs, int rank, const float* x, int x_stride, int rows, float* out) {
+    __shared__ float part[WARPS][OUTS][ROWS];
+    const int lane = threadIdx.x, warp = threadIdx.y, first = blockIdx.y * ROWS, o0 = blockIdx.x * OUTS;
+    const int eights = cols / 8, begin = eights * warp / WARPS, end = eights * (warp + 1) / WARPS;
+    const float* in[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) in[r] = x + int64_t(min(first + r, rows - 1)) * x_stride + o0 / rank * cols;
+    float sum[OUTS][ROWS];
+#pragma unroll
+    for (int o = 0; o < OUTS; o++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) sum[o][r] = 0.0f;
+#pragma unroll 2
+    for (int i = begin + lane; i < end; i += 32) {
+        float a[OUTS][8];
+#pragma unroll
+        for (int o = 0; o < OUTS; o++) eight<T>(w + int64_t(min(o0 + o, outputs - 1)) * row_bytes + int64_t(i) * 8 * T::BYTES, a[o]);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float b[8];
+            eight<F32>(reinterpret_cast<const uint8_t*>(in[r] + i * 8), b);
+#pragma unroll
+            for (int o = 0; o < OUTS; o++)
+#pragma unroll
+                for (int k = 0; k < 8; k++) sum[o][r] = __fmaf_rn(a[o][k], b[k], sum[o][r]);
+        }
+    }
+#pragma unroll
+    for (int o = 0; o < OUTS; o++)
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const float v = warp_sum(sum[o][r]);
+            if (lane == 0) part[warp][o][r] = v;
+        }
+    __syncthreads();
+    const int at = warp * 32 + lane, o = at / ROWS, r = at % ROWS;
+    if (o < OUTS && o0 + o < outputs && first + r < rows) {
+        float v = part[0][o][r];
+#pragma unroll
+        for (int k = 1; k < WARPS; k++) v = __fadd_rn(v, part[k][o][r]);
+        out[int64_t(first + r) * outputs + o0 + o] = v;
+    }
+}
+
 // out[a][o] = x[a / per_row] . w[expert[a] * outputs + o] for assignment a = blockIdx.y.
 template <class T>
 __device__ __forceinline__ void expert_matmul(const uint8_t* w, int64_t row_bytes, int cols, int outputs, const int* experts, const float* x, int per_row, float* out) {
@@ -73,3 +143,11 @@ __device__ __forceinline__ void embed(Step s, const uint8_t* table, int64_t row_
         embed<T>(s, table, row_bytes, cols, out);                                                                                \
     }
 FOR_EACH_TYPE(KERNELS)
+
+#define DENSE(T, OUTS)                                                                                                           \
+    extern "C" __global__ void __launch_bounds__(128) dense_##T##_##OUTS(const uint8_t* w, int64_t row_bytes, int cols,           \
+                                                                         int outputs, int rank, const float* x, int x_stride,    \
+                                                                         int rows, float* out) {                                 \
+        dense<T, OUTS>(w, row_bytes, cols, outputs, rank, x, x_stride, rows, out);                                               \
+    }
+DENSE(F32, 1) DENSE(F32, 4) DENSE(F16, 1) DENSE(F16, 4) DENSE(BF16, 1) DENSE(BF16, 4)

@@ -2,6 +2,7 @@
 
 use super::buffer::CudaBuffer;
 use super::device::CudaDevice;
+use super::driver::{KernelArg, vmm::DevicePtr};
 use super::kernels::{File, dim, int, threads};
 use super::step::CudaStep;
 use super::weight::CudaWeight;
@@ -33,6 +34,12 @@ pub(super) fn embed(d: &CudaDevice, step: &CudaStep, table: &CudaWeight, out: &m
     let token = step.top_token;
     assert!(usize::try_from(token).is_ok_and(|t| t < table.rows), "token {token} in a vocabulary of {}", table.rows);
     out.resize(step.rows);
+    if table.is_tiled() {
+        let args = (table.tiles(), int(table.cols), out.start());
+        let name = format!("embed_tiled_{}", table.ty);
+        let all: [&dyn KernelArg; 4] = [&step.arg, &args.0, &args.1, &args.2];
+        return d.launch(File::Quantized, &name, [dim(step.rows), 1, 1], BLOCK, 0, &all);
+    }
     let name = format!("embed_{}", table.ty);
     let args = (table.start(), table.row_bytes as i64, int(table.cols), out.start());
     d.launch(File::Matmul, &name, [dim(step.rows), 1, 1], BLOCK, 0, &[&step.arg, &args.0, &args.1, &args.2, &args.3]);
@@ -46,24 +53,26 @@ pub(super) fn rms_norm(d: &CudaDevice, x: &CudaBuffer, weight: &CudaWeight, eps:
     d.launch(File::Elementwise, "rms_norm", [dim(x.rows()), 1, 1], block, 0, &[&args.0, &args.1, &eps, &args.2, &args.3]);
 }
 
-/// `out = x · wᵀ`, block-diagonal in `groups`.
+/// `out = x · wᵀ`, block-diagonal in `groups`, for weights that are not tiled.
 pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, w: &CudaWeight, groups: usize, out: &mut CudaBuffer) {
     out.resize(x.rows());
+    product(d, w, groups, x.start(), x.rows(), x.width(), out.start());
+}
+
+/// As [`matmul`], from and to addresses: `rows` rows, `stride` floats apart.
+pub(super) fn product(d: &CudaDevice, w: &CudaWeight, groups: usize, from: DevicePtr, rows: usize, stride: usize, to: DevicePtr) {
     let rank = w.rows / groups;
-    let grid = [dim(w.rows.div_ceil(OUTPUTS)), dim(x.rows().div_ceil(ROWS)), 1];
-    let name = format!("matmul_{}", w.ty);
+    // Whole 16-byte loads of weights and activations.
+    let float = w.ty.block_elems() == 1 && w.cols.is_multiple_of(8) && stride.is_multiple_of(8);
+    // Several outputs a block read the activations once; few rows need the blocks instead.
+    let outs = if rows > 32 && rank.is_multiple_of(4) { 4 } else { 1 };
+    let (name, per_block) =
+        if float { (format!("dense_{}_{outs}", w.ty), outs) } else { (format!("matmul_{}", w.ty), OUTPUTS) };
+    let grid = [dim(w.rows.div_ceil(per_block)), dim(rows.div_ceil(ROWS)), 1];
     let (start, row_bytes, cols, outputs) = (w.start(), w.row_bytes as i64, int(w.cols), int(w.rows));
-    let (rank, stride, rows) = (int(rank), int(x.width()), int(x.rows()));
-    let (from, to) = (x.start(), out.start());
-    let block = [32, dim(OUTPUTS), 1];
-    d.launch(
-        File::Matmul,
-        &name,
-        grid,
-        block,
-        0,
-        &[&start, &row_bytes, &cols, &outputs, &rank, &from, &stride, &rows, &to],
-    );
+    let (rank, stride, rows) = (int(rank), int(stride), int(rows));
+    let all: [&dyn KernelArg; 9] = [&start, &row_bytes, &cols, &outputs, &rank, &from, &stride, &rows, &to];
+    d.launch(File::Matmul, &name, grid, [32, dim(OUTPUTS), 1], 0, &all);
 }
 
 pub(super) fn rope(d: &CudaDevice, step: &CudaStep, rope: &Rope, head_dim: usize, x: &mut CudaBuffer) {
@@ -73,7 +82,7 @@ pub(super) fn rope(d: &CudaDevice, step: &CudaStep, rope: &Rope, head_dim: usize
     let (width, base, head, heads, at) =
         (int(rope.dim), f64::from(rope.base), int(head_dim), int(x.width() / head_dim), x.start());
     let grid = [dim(step.rows), 1, 1];
-    let args: [&dyn super::driver::KernelArg; 7] = [&step.arg, &split, &width, &base, &head, &heads, &at];
+    let args: [&dyn KernelArg; 7] = [&step.arg, &split, &width, &base, &head, &heads, &at];
     d.launch(File::Elementwise, "rope", grid, BLOCK, rope.dim / 2 * 8, &args);
 }
 

@@ -9,7 +9,7 @@ use super::fatal::OrFatal;
 use super::kernels::{File, Kernels};
 use super::step::{Arenas, CudaStep};
 use super::weight::{self, CudaWeight};
-use super::dense;
+use super::{dense, quantized};
 use crate::device::{Attention, Device, DeviceError, Rope, TensorSource};
 use crate::plan::BatchPlan;
 use crate::state::StateSpec;
@@ -28,6 +28,9 @@ pub(super) struct Scratch {
     pub(super) gate: Growable,
     pub(super) up: Growable,
     pub(super) parts: Growable,
+    /// Split activations of products with tiled weights, and assignments by expert.
+    pub(super) activations: quantized::Activations,
+    pub(super) groups: quantized::Groups,
 }
 
 /// One CUDA device with one stream, in which everything is done in order.
@@ -155,10 +158,16 @@ impl Device for CudaDevice {
     }
 
     fn matmul(&self, x: &CudaBuffer, group: &mut [(&CudaWeight, &mut CudaBuffer)]) {
-        for (w, out) in group {
+        for (w, out) in group.iter() {
             assert_eq!(w.cols, x.width(), "{}: activations of another width", w.name);
             assert_eq!(w.rows, out.width(), "{}: output of another width", w.name);
-            dense::matmul(self, x, w, 1, out);
+        }
+        for part in group.chunk_by_mut(|a, b| a.0.is_tiled() == b.0.is_tiled()) {
+            if part[0].0.is_tiled() {
+                quantized::matmul(self, x, part);
+            } else {
+                part.iter_mut().for_each(|(w, out)| dense::matmul(self, x, w, 1, out));
+            }
         }
     }
 

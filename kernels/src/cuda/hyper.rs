@@ -1,6 +1,7 @@
 //! Launches of the hyper-connections' kernels.
 
 use super::buffer::CudaBuffer;
+use super::dense::product;
 use super::device::CudaDevice;
 use super::driver::vmm::DevicePtr;
 use super::kernels::{File, dim, int, threads};
@@ -24,15 +25,8 @@ impl CudaDevice {
         let args = (state.start(), int(width));
         let block = [threads(width, 1024), 1, 1];
         self.launch(File::Hyper, "hyper_norm", [dim(rows), 1, 1], block, 0, &[&args.0, &p.rms_eps, &args.1, &flat]);
-        let (start, row_bytes, cols, outputs, n) = (w.start(), w.row_bytes as i64, int(width), int(w.rows), int(rows));
-        self.launch(
-            File::Matmul,
-            &format!("matmul_{}", w.ty),
-            [dim(w.rows.div_ceil(4)), dim(rows.div_ceil(4)), 1],
-            [32, 4, 1],
-            0,
-            &[&start, &row_bytes, &cols, &outputs, &outputs, &flat, &cols, &n, &out],
-        );
+        assert!(!w.is_tiled(), "{}: mixers are float tensors", w.name);
+        product(self, w, 1, flat, rows, width, out);
     }
 
     fn combine(&self, gates: DevicePtr, stride: usize, streams: usize, state: &CudaBuffer, x: &mut CudaBuffer) {

@@ -40,6 +40,7 @@ files! {
     Hyper = "hyper";
     Matmul = "matmul";
     Moe = "moe";
+    Quantized = "quantized";
     Sparse = "sparse";
     State = "state";
 }

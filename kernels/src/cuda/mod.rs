@@ -20,6 +20,8 @@ mod kernels;
 #[cfg(feature = "cuda")]
 mod moe;
 #[cfg(feature = "cuda")]
+mod quantized;
+#[cfg(feature = "cuda")]
 mod sparse;
 #[cfg(feature = "cuda")]
 mod step;

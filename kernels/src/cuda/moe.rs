@@ -5,6 +5,7 @@ use super::dense::{BLOCK, blocks, rows_of, swiglu};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
 use super::kernels::{File, dim, int};
+use super::quantized;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::ops::{Experts, MoeOps, RouterParams};
@@ -75,26 +76,49 @@ impl MoeOps for CudaDevice {
         assert!(experts.gate.cols == x.width() && experts.down.cols == ff, "expert shape");
         out.resize(rows);
         let assignments = rows * used;
-        let (gate, up, parts) = {
-            let mut s = self.scratch();
-            let len = assignments.max(16) * ff * 4;
-            let parts = s.parts.at_least(self.context(), assignments.max(16) * hidden * 4);
-            (s.gate.at_least(self.context(), len), s.up.at_least(self.context(), len), parts)
-        };
+        let mut scratch = self.scratch();
+        let s = &mut *scratch;
+        let len = assignments.max(16) * ff * 4;
+        let (gate, up) = (s.gate.at_least(self.context(), len), s.up.at_least(self.context(), len));
+        let parts = s.parts.at_least(self.context(), assignments.max(16) * hidden * 4);
         let ids = routing.ids.start();
-        let product = |w: &CudaWeight, outputs: usize, from: DevicePtr, per_row: usize, to: DevicePtr| {
+        let listed = [&experts.gate, &experts.up, &experts.down].iter().any(|w| w.is_tiled());
+        let rows_of = listed.then(|| quantized::Rows::Listed(quantized::group(self, &mut s.groups, ids, assignments, experts.count)));
+        let exact = |w: &CudaWeight, outputs: usize, from: DevicePtr, per_row: usize, to: DevicePtr| {
             let args = (w.start(), w.row_bytes as i64, int(w.cols), int(outputs), int(per_row));
             let all: [&dyn KernelArg; 8] = [&args.0, &args.1, &args.2, &args.3, &ids, &from, &args.4, &to];
             let grid = [dim(outputs.div_ceil(4)), dim(assignments), 1];
             self.launch(File::Matmul, &format!("expert_matmul_{}", w.ty), grid, [32, 4, 1], 0, &all);
         };
-        product(&experts.gate, ff, x.start(), used, gate);
-        product(&experts.up, ff, x.start(), used, up);
+        let both = |w: &CudaWeight| (w.ty, w.is_tiled());
+        match rows_of {
+            Some(r) if experts.gate.is_tiled() && both(&experts.gate) == both(&experts.up) => {
+                let acts = quantized::quantize(self, &mut s.activations, x.start(), rows, x.width());
+                quantized::product(self, &[&experts.gate, &experts.up], &acts, r, used, ff, &[gate, up]);
+            }
+            _ => {
+                for (w, to) in [(&experts.gate, gate), (&experts.up, up)] {
+                    match rows_of.filter(|_| w.is_tiled()) {
+                        Some(r) => {
+                            let acts = quantized::quantize(self, &mut s.activations, x.start(), rows, x.width());
+                            quantized::product(self, &[w], &acts, r, used, ff, &[to]);
+                        }
+                        None => exact(w, ff, x.start(), used, to),
+                    }
+                }
+            }
+        }
         let n = assignments * ff;
         let args = (routing.weights.start(), int(ff), n as i64);
         let all: [&dyn KernelArg; 7] = [&gate, &up, &clamp, &args.0, &args.1, &gate, &args.2];
         self.launch(File::Elementwise, "swiglu_weighted", blocks(n), BLOCK, 0, &all);
-        product(&experts.down, hidden, gate, 1, parts);
+        match rows_of.filter(|_| experts.down.is_tiled()) {
+            Some(r) => {
+                let acts = quantized::quantize(self, &mut s.activations, gate, assignments, ff);
+                quantized::product(self, &[&experts.down], &acts, r, 1, hidden, &[parts]);
+            }
+            None => exact(&experts.down, hidden, gate, 1, parts),
+        }
         let args = (int(used), int(hidden), out.start());
         let grid = [dim(rows), dim(hidden.div_ceil(256)), 1];
         self.launch(File::Moe, "expert_sum", grid, BLOCK, 0, &[&parts, &args.0, &args.1, &args.2]);

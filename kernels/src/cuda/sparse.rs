@@ -7,6 +7,7 @@ use super::device::CudaDevice;
 use super::driver::{KernelArg, Memory};
 use super::fatal::OrFatal;
 use super::kernels::{File, dim, int, threads};
+use super::quantized;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::kernel_args;
@@ -270,6 +271,13 @@ impl SparseOps for CudaDevice {
 
     fn grouped_matmul(&self, x: &CudaBuffer, w: &CudaWeight, groups: usize, out: &mut CudaBuffer) {
         assert!(x.width() == groups * w.cols && out.width() == w.rows, "{}: grouped shape", w.name);
-        matmul(self, x, w, groups, out);
+        if !w.is_tiled() {
+            return matmul(self, x, w, groups, out);
+        }
+        // A row of x is `groups` rows of one group each.
+        out.resize(x.rows());
+        let acts = quantized::quantize(self, &mut self.scratch().activations, x.start(), x.rows() * groups, w.cols);
+        let rows = quantized::Rows::Strided { matrices: groups, rows: x.rows() };
+        quantized::product(self, &[w], &acts, rows, 1, w.rows / groups, &[out.start()]);
     }
 }

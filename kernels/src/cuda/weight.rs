@@ -3,7 +3,10 @@
 use ds4_manifests::GgmlType;
 
 use super::device::CudaDevice;
+use super::driver::KernelArg;
 use super::driver::{CudaError, Memory, vmm::DevicePtr};
+use super::kernels::{File, dim, int};
+use super::quantized::{SUPERBLOCK, TILE, TiledArg, tile_shape};
 use crate::device::{DeviceError, TensorSource};
 use crate::quant;
 
@@ -20,13 +23,29 @@ pub struct CudaWeight {
     pub(super) cols: usize,
     pub(super) row_bytes: usize,
     bytes: Memory,
+    /// Where the parts of the tiles lie; `None` for blocks as in the file.
+    tiles: Option<TiledArg>,
     floats: Option<Memory>,
 }
 
 impl CudaWeight {
     /// Address of the first row, in the type's blocks.
     pub(super) fn start(&self) -> DevicePtr {
+        assert!(self.tiles.is_none(), "{}: its blocks were made into tiles", self.name);
         self.bytes.start()
+    }
+
+    /// Whether it lies in tiles.
+    pub(super) fn is_tiled(&self) -> bool {
+        self.tiles.is_some()
+    }
+
+    /// Its tiles.
+    pub(super) fn tiles(&self) -> TiledArg {
+        match self.tiles {
+            Some(tiles) => tiles,
+            None => panic!("{}: no tiles", self.name),
+        }
     }
 
     /// All elements as f32, of tensors that are F32 or small.
@@ -55,6 +74,26 @@ fn refusal(name: &str, e: &CudaError) -> DeviceError {
         }
         other => DeviceError::Weight { name: name.to_owned(), reason: other.to_string() },
     }
+}
+
+/// Rearranges blocks into tiles, when the type and the shape have them.
+fn tile(device: &CudaDevice, source: &TensorSource, blocks: Memory) -> Result<(Memory, Option<TiledArg>), DeviceError> {
+    let Some(shape) = tile_shape(source.ty) else { return Ok((blocks, None)) };
+    if source.rows == 1 || !source.rows.is_multiple_of(TILE) || !source.cols.is_multiple_of(SUPERBLOCK) {
+        return Ok((blocks, None));
+    }
+    let superblocks = source.cols / SUPERBLOCK;
+    let each = shape.bytes.map(|b| b * source.rows * superblocks);
+    let memory = Memory::new(device.context(), each.iter().sum()).map_err(|e| refusal(&source.name, &e))?;
+    let qs = memory.start();
+    let side = qs + each[0] as u64;
+    let tiles = TiledArg { qs, side, side2: side + each[1] as u64 };
+    let threads = source.rows * superblocks * 4;
+    let args = (blocks.start(), source.rows as i64, int(superblocks));
+    let all: [&dyn KernelArg; 6] = [&args.0, &args.1, &args.2, &tiles.qs, &tiles.side, &tiles.side2];
+    let name = format!("repack_{}", source.ty);
+    device.launch(File::Quantized, &name, [dim(threads.div_ceil(256)), 1, 1], [256, 1, 1], 0, &all);
+    Ok((memory, Some(tiles)))
 }
 
 /// Copies `source` to the device.
@@ -86,13 +125,15 @@ pub(super) fn bind(device: &CudaDevice, source: &TensorSource) -> Result<CudaWei
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         floats = Some(copy(&bytes)?);
     }
+    let (bytes, tiles) = tile(device, source, copy(&source.bytes)?)?;
     Ok(CudaWeight {
         name: source.name.clone(),
         ty: source.ty,
         rows: source.rows,
         cols: source.cols,
         row_bytes,
-        bytes: copy(&source.bytes)?,
+        bytes,
+        tiles,
         floats,
     })
 }

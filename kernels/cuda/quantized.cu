@@ -1,0 +1,211 @@
+// Products of the types that carry large models, on tensor cores, for one activation row and for thousands: see tiled.cuh.
+// CPU reference: kernels/src/cpu/matmul.rs, moe.rs.
+#include "tiled.cuh"
+
+// Splits rows of x into 16-bit numbers with one scale per 256. A warp has one superblock of one row; lane l has elements 8l..8l+7.
+extern "C" __global__ void quantize_rows(const float* x, int superblocks, int64_t total, uint8_t* q, uint8_t* m, int* sums, float* scale) {
+    const int64_t at = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+    const int lane = threadIdx.x & 31;
+    if (at >= total) return;
+    float v[8], top = 0.0f;
+    const float4* in = reinterpret_cast<const float4*>(x + at * 256 + lane * 8);
+    const float4 u = in[0], w = in[1];
+    v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w, v[4] = w.x, v[5] = w.y, v[6] = w.z, v[7] = w.w;
+#pragma unroll
+    for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
+    top = warp_max(top);
+    const float s = __fdiv_rn(top, 32512.0f), inverse = top > 0.0f ? __fdiv_rn(32512.0f, top) : 0.0f;
+    uint2 hi = make_uint2(0, 0), lo = make_uint2(0, 0);
+    int sum_hi = 0, sum_lo = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int n = max(-32512, min(32512, __float2int_rn(__fmul_rn(v[i], inverse))));
+        const int h = (n + 128) >> 8, l = n - 256 * h;
+        (i < 4 ? hi.x : hi.y) |= uint32_t(h & 255) << (8 * (i & 3));
+        (i < 4 ? lo.x : lo.y) |= uint32_t(l & 255) << (8 * (i & 3));
+        sum_hi += h;
+        sum_lo += l;
+    }
+    *reinterpret_cast<uint2*>(q + at * ACT_Q + lane * 8) = hi;
+    *reinterpret_cast<uint2*>(q + at * ACT_Q + 256 + lane * 8) = lo;
+    sum_hi += __shfl_xor_sync(~0u, sum_hi, 1);
+    sum_lo += __shfl_xor_sync(~0u, sum_lo, 1);
+    // Group lane / 2 of 16; the even lane writes the sum of high bytes and the odd one that of low bytes.
+    const int g = lane / 2, part = lane & 1, z = part ? sum_lo : sum_hi, a = z >> 4;
+    uint8_t* to = m + at * ACT_M + part * 32 + (g / 4) * 8 + g % 4;
+    to[0] = uint8_t(a);
+    to[4] = uint8_t(z - 16 * a);
+    int all = 256 * sum_hi + sum_lo;
+    all += __shfl_xor_sync(~0u, all, 2);
+    if ((lane & 3) == 0) sums[at * ACT_SUMS + lane / 4] = all;
+    if (lane == 0) scale[at] = s;
+}
+
+// Rows of blocks, as in the file, into tiles. A thread has one lane's share of one row's superblock.
+template <class T>
+__device__ __forceinline__ void repack(const uint8_t* from, int64_t rows, int superblocks, uint8_t* qs, uint8_t* side, uint8_t* side2) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, t = i & 3, item = i >> 2;
+    const int64_t row = item / superblocks, sb = item % superblocks;
+    if (row >= rows) return;
+    constexpr int BYTES = 256 / T::Block::ELEMS * T::Block::BYTES;
+    uint4 out[T::CHUNKS], s = make_uint4(0, 0, 0, 0);
+    uint32_t s2 = 0;
+    T::pack(from + item * BYTES, t, out, s, s2);
+    const int64_t at = row / 16 * superblocks + sb, r = row % 16;
+    for (int c = 0; c < T::CHUNKS; c++)
+        *reinterpret_cast<uint4*>(qs + at * (T::CHUNKS * 1024) + ((c * 2 + r / 8) * 32 + r % 8 * 4 + t) * 16) = out[c];
+    if (t == 0) {
+        if (T::SIDE == 16) *reinterpret_cast<uint4*>(side + (at * 16 + r) * 16) = s;
+        if (T::SIDE2 == 4) *reinterpret_cast<uint32_t*>(side2 + (at * 16 + r) * 4) = s2;
+        if (T::SIDE2 == 2) *reinterpret_cast<uint16_t*>(side2 + (at * 16 + r) * 2) = s2;
+    }
+}
+
+// out[r] = dequantised table[token of r], from tiles.
+template <class T>
+__device__ __forceinline__ void embed(Step s, Tiled w, int cols, float* out) {
+    const int64_t row = s.tokens[blockIdx.x];
+    for (int i = threadIdx.x; i < cols; i += blockDim.x) {
+        const int64_t at = row / 16 * (cols / 256) + i / 256, r = row % 16;
+        const uint8_t* qs = w.qs + at * (T::CHUNKS * 1024) + (r / 8 * 32 + r % 8 * 4) * 16;
+        const auto q = [&](int chunk, int lane, int byte) { return qs[(chunk * 64 + lane) * 16 + byte]; };
+        out[int64_t(blockIdx.x) * cols + i] = T::element(q, w.side + (at * 16 + r) * T::SIDE, w.side2 + (at * 16 + r) * T::SIDE2, i % 256);
+    }
+}
+
+// Work of a product: activation rows of one matrix. Without a list of items, item i is rows 4 * NT * (i / matrices) .. of matrix
+// i % matrices, and row j of matrix k is row j * matrices + k of both sides.
+struct Items {
+    const int4* list;     // matrix, first entry of `order`, entries; or null
+    const int* count;     // items in the list
+    const int* order;     // output rows; the input row is the output row / per_row
+    int per_row;
+    int matrices;
+    int rows;             // per matrix, without a list
+};
+
+struct Pair {
+    Tiled w[2];
+    float* out[2];
+    int count;            // 1 or 2 weights of one shape with the same inputs
+    int outputs;          // rows of one matrix
+    int superblocks;
+};
+
+constexpr int SPLIT = 4;
+
+// Four warps do a tile of 16 outputs: each has a quarter of the superblocks. A block does GROUPS tiles at a time.
+template <class T, int NT>
+__device__ __forceinline__ void product(const Pair& p, const Acts& x, const Items& items, uint8_t* shared) {
+    constexpr int ROWS = 4 * NT, GROUPS = NT == 1 ? 2 : 1;
+    Luts* luts = reinterpret_cast<Luts*>(shared);
+    float* parts = reinterpret_cast<float*>(shared + (T::LUT ? sizeof(Luts) : 0));
+    if (T::LUT) {
+        fill(luts);
+        __syncthreads();
+    }
+    const int lane = threadIdx.x & 31, split = (threadIdx.x >> 5) % SPLIT, group = (threadIdx.x >> 5) / SPLIT, g = lane >> 2, t = lane & 3;
+    float* mine = parts + group * (SPLIT * 16 * ROWS);
+    const int tiles = p.outputs / 16, nsb = p.superblocks;
+    const int first_sb = nsb * split / SPLIT, end_sb = nsb * (split + 1) / SPLIT;
+    const int count = items.list ? *items.count : (items.rows + ROWS - 1) / ROWS * items.matrices;
+    const int units = count * tiles * p.count;
+    for (int unit = blockIdx.x * GROUPS + group; unit < units; unit += gridDim.x * GROUPS) {
+        // Tiles of one weight and matrix follow each other, so that blocks that run together read neighbouring memory.
+        const int tile = unit % tiles, item = unit / tiles % count, which = unit / tiles / count;
+        int matrix, first, n;
+        if (items.list) {
+            const int4 it = items.list[item];
+            matrix = it.x, first = it.y, n = it.z;
+        } else {
+            matrix = item % items.matrices;
+            first = item / items.matrices * ROWS;
+            n = min(ROWS, items.rows - first);
+        }
+        // Rows past the end repeat the last one; their sums are not written.
+        const auto out_row = [&](int j) { return items.list ? items.order[first + j] : (first + j) * items.matrices + matrix; };
+        Columns<NT> cols;
+#pragma unroll
+        for (int k = 0; k < NT; k++) {
+            const int a = out_row(min(4 * k + (g >> 1), n - 1));
+            cols.feed[k] = (items.list ? a / items.per_row : a) * nsb;
+        }
+        float sum[NT][2];
+#pragma unroll
+        for (int k = 0; k < NT; k++) sum[k][0] = sum[k][1] = 0.0f;
+        const Tiled w = which ? p.w[1] : p.w[0];
+        const int base = (matrix * tiles + tile) * nsb;
+        typename T::Frag frag;
+        if (first_sb < end_sb) T::load(frag, w, base + first_sb, lane);
+        for (int sb = first_sb; sb < end_sb; sb++) {
+            if constexpr (T::PREFETCH && NT == 1) {
+                typename T::Frag next = frag;
+                if (sb + 1 < end_sb) T::load(next, w, base + sb + 1, lane);
+                T::template add<NT>(frag, luts, x, cols, sb, lane, sum);
+                frag = next;
+            } else {
+                T::template add<NT>(frag, luts, x, cols, sb, lane, sum);
+                if (sb + 1 < end_sb) T::load(frag, w, base + sb + 1, lane);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < NT; k++) {
+            mine[(split * ROWS + 4 * k + t) * 16 + g] = sum[k][0];
+            mine[(split * ROWS + 4 * k + t) * 16 + g + 8] = sum[k][1];
+        }
+        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+        float* out = which ? p.out[1] : p.out[0];
+        for (int i = threadIdx.x & 127; i < n * 16; i += 128) {
+            float v = mine[i];
+#pragma unroll
+            for (int s = 1; s < SPLIT; s++) v = __fadd_rn(v, mine[s * ROWS * 16 + i]);
+            out[int64_t(out_row(i / 16)) * p.outputs + tile * 16 + i % 16] = v;
+        }
+        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    }
+}
+
+// Groups assignments (row * used + slot) by expert: `order` lists them expert by expert, items are at most `rows` of one expert. The
+// order within an expert is that of arrival, which no result depends on. One block.
+extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* ids, int assignments, int experts, int rows, int4* list, int* count, int* order) {
+    __shared__ int counts[1024], starts[1024], item_starts[1024];
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+    __syncthreads();
+    for (int a = threadIdx.x; a < assignments; a += blockDim.x) atomicAdd(&counts[ids[a]], 1);
+    __syncthreads();
+    // Prefix sums over up to 1024 experts, in place of each thread's own.
+    const int e = threadIdx.x, mine = e < experts ? counts[e] : 0, blocks = (mine + rows - 1) / rows;
+    starts[e] = mine;
+    item_starts[e] = blocks;
+    for (int d = 1; d < 1024; d *= 2) {
+        __syncthreads();
+        const int s = e >= d ? starts[e - d] : 0, i = e >= d ? item_starts[e - d] : 0;
+        __syncthreads();
+        starts[e] += s;
+        item_starts[e] += i;
+    }
+    __syncthreads();
+    const int start = starts[e] - mine, first = item_starts[e] - blocks;
+    if (e == 1023) *count = item_starts[1023];
+    for (int i = 0; i < blocks; i++) list[first + i] = make_int4(e, start + i * rows, min(rows, mine - i * rows), 0);
+    __syncthreads();
+    if (e < experts) counts[e] = start;
+    __syncthreads();
+    for (int a = threadIdx.x; a < assignments; a += blockDim.x) order[atomicAdd(&counts[ids[a]], 1)] = a;
+}
+
+#define KERNELS(T)                                                                                                                 \
+    extern "C" __global__ void repack_##T(const uint8_t* from, int64_t rows, int superblocks, uint8_t* qs, uint8_t* side,           \
+                                          uint8_t* side2) {                                                                         \
+        repack<Tiled##T>(from, rows, superblocks, qs, side, side2);                                                                 \
+    }                                                                                                                               \
+    extern "C" __global__ void embed_tiled_##T(Step s, Tiled w, int cols, float* out) { embed<Tiled##T>(s, w, cols, out); }         \
+    extern "C" __global__ void __launch_bounds__(256, Tiled##T::BLOCKS) product_##T##_1(Pair p, Acts x, Items items) {                             \
+        extern __shared__ uint8_t shared[];                                                                                         \
+        product<Tiled##T, 1>(p, x, items, shared);                                                                                  \
+    }                                                                                                                               \
+    extern "C" __global__ void __launch_bounds__(128, 2) product_##T##_4(Pair p, Acts x, Items items) {                             \
+        extern __shared__ uint8_t shared[];                                                                                         \
+        product<Tiled##T, 4>(p, x, items, shared);                                                                                  \
+    }
+FOR_EACH_TILED(KERNELS)

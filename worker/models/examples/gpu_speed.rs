@@ -1,0 +1,293 @@
+//! Speed of a CUDA device: kernels at DeepSeek V4 Flash's shapes, and whole steps of a model of that shape with random weights.
+//!
+//! `gpu_speed kernels` or `gpu_speed model [LAYERS]`. Weights are random blocks, each layer's a device copy of its own (the host has one
+//! layer's bytes); every timing is between events of the device's stream, after a warm-up, over inputs that do not fit the cache.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ds4_attach::Weights;
+use ds4_kernels::conformance::Random;
+use ds4_kernels::cuda::CudaDevice;
+use ds4_kernels::cuda::driver::Event;
+use ds4_kernels::ops::{Experts, KvNumerics, MoeOps, RouterParams};
+use ds4_kernels::{BatchPlan, Device, StateSpec, TensorSource, quant};
+use ds4_manifests::catalog::Catalog;
+use ds4_manifests::{Backend, Chunk, GgmlType, ModelIdentity, TensorEntry, Value, WeightManifest};
+use ds4_models::Model;
+use ds4_models::deepseek_v4::DeepseekV4;
+use ds4_os::SharedBytes;
+
+/// Measured device read bandwidth of an H200, bytes per second.
+const CEILING: f64 = 4.14e12;
+
+/// Random blocks, made from a few MiB that repeat: bandwidth does not depend on what they are.
+fn blocks(rng: &mut Random, ty: GgmlType, elems: usize) -> Vec<u8> {
+    let want = quant::row_bytes(ty, elems);
+    let some = rng.weights(ty, 1, elems.min(1 << 22));
+    some.iter().copied().cycle().take(want).collect()
+}
+
+fn bind(d: &CudaDevice, ty: GgmlType, rows: usize, cols: usize, bytes: &SharedBytes) -> <CudaDevice as Device>::Weight {
+    d.bind(&TensorSource { name: format!("{ty}"), ty, cols, rows, bytes: bytes.clone() }).unwrap()
+}
+
+fn activations(d: &CudaDevice, rng: &mut Random, rows: usize, width: usize) -> <CudaDevice as Device>::Buffer {
+    let bytes = rng.activations(rows * width).iter().flat_map(|v| v.to_le_bytes()).collect();
+    let table = bind(d, GgmlType::F32, rows, width, &SharedBytes::from_vec(bytes));
+    let mut banks = [d.bank(&StateSpec::default(), rows).unwrap()];
+    d.bank_commit(&mut banks[0], rows).unwrap();
+    let mut plan = BatchPlan::default();
+    plan.push(0, 0, &(0..u32::try_from(rows).unwrap()).collect::<Vec<_>>(), false);
+    let mut out = d.buffer(width);
+    d.embed(&d.step(&plan, &mut banks).unwrap(), &table, &mut out);
+    out
+}
+
+/// Median microseconds of `run(i)` for i = 0, 1, ...
+fn time(d: &CudaDevice, n: usize, mut run: impl FnMut(usize)) -> f64 {
+    for i in 0..3 {
+        run(i);
+    }
+    d.synchronize().unwrap();
+    let mut all = Vec::new();
+    for k in 0..5 {
+        let (a, b) = (Event::timed(d.context()).unwrap(), Event::timed(d.context()).unwrap());
+        a.record(d.stream()).unwrap();
+        for i in 0..n {
+            run(k * n + i);
+        }
+        b.record(d.stream()).unwrap();
+        d.synchronize().unwrap();
+        all.push(f64::from(b.since_ms(&a).unwrap()) * 1e3 / n as f64);
+    }
+    all.sort_by(f64::total_cmp);
+    all[2]
+}
+
+fn line(name: &str, rows: usize, us: f64, bytes: f64, macs: f64) {
+    println!(
+        "{name:34} rows {rows:5}  {us:9.1} us  {:8.1} MB  {:5.2} TB/s ({:4.1} %)  {:6.1} TFLOP/s",
+        bytes / 1e6,
+        bytes / us / 1e6,
+        bytes / us * 1e6 / CEILING * 100.0,
+        2.0 * macs / us / 1e6
+    );
+}
+
+fn kernels(d: &CudaDevice) {
+    let mut rng = Random::new(1);
+    use GgmlType as T;
+    for (name, ty, outputs, cols, copies) in [
+        ("q_b Q8_0", T::Q8_0, 32768, 1024, 6),
+        ("output_b Q8_0", T::Q8_0, 4096, 8192, 6),
+        ("shared gate Q8_0", T::Q8_0, 2048, 4096, 12),
+        ("head Q8_0", T::Q8_0, 129_280, 4096, 1),
+        ("Q2_K", T::Q2_K, 65536, 2048, 4),
+        ("IQ2_XXS", T::IQ2_XXS, 65536, 4096, 4),
+        ("Q4_K", T::Q4_K, 32768, 4096, 4),
+        ("compressor F16", T::F16, 1024, 4096, 12),
+        ("mixer F16", T::F16, 24, 16384, 12),
+    ] {
+        let bytes = SharedBytes::from_vec(blocks(&mut rng, ty, outputs * cols));
+        let w: Vec<_> = (0..copies).map(|_| bind(d, ty, outputs, cols, &bytes)).collect();
+        for rows in [1, 4, 16, 512] {
+            let x = activations(d, &mut rng, rows, cols);
+            let mut out = d.buffer(outputs);
+            let us = time(d, if rows > 16 { 3 } else { 24 }, |i| d.matmul(&x, &mut [(&w[i % copies], &mut out)]));
+            line(name, rows, us, bytes.len() as f64, (outputs * cols * rows) as f64);
+        }
+    }
+    let (count, hidden, ff, used) = (256, 4096, 2048, 6);
+    let gate = SharedBytes::from_vec(blocks(&mut rng, T::IQ2_XXS, count * ff * hidden));
+    let down = SharedBytes::from_vec(blocks(&mut rng, T::Q2_K, count * ff * hidden));
+    let e = Experts {
+        gate: bind(d, T::IQ2_XXS, count * ff, hidden, &gate),
+        up: bind(d, T::IQ2_XXS, count * ff, hidden, &gate),
+        down: bind(d, T::Q2_K, count * hidden, ff, &down),
+        count,
+    };
+    let p = RouterParams { used, scale: 1.5, floor: 1e-5 };
+    for rows in [1, 4, 16, 64, 512, 2048] {
+        let x = activations(d, &mut rng, rows, hidden);
+        let mut touched = 0.0;
+        let routings: Vec<_> = (0..16)
+            .map(|_| {
+                // Uniform scores pick experts evenly.
+                let scores: Vec<f32> = (0..rows * count).map(|_| rng.unit() * 4.0).collect();
+                let mut seen = vec![false; count];
+                for r in scores.chunks(count) {
+                    let mut order: Vec<usize> = (0..count).collect();
+                    order.sort_by(|a, b| r[*b].total_cmp(&r[*a]));
+                    order[..used].iter().for_each(|e| seen[*e] = true);
+                }
+                touched += seen.iter().filter(|s| **s).count() as f64 / 16.0;
+                let bytes = scores.iter().flat_map(|v| v.to_le_bytes()).collect();
+                let table = bind(d, T::F32, rows, count, &SharedBytes::from_vec(bytes));
+                let mut banks = [d.bank(&StateSpec::default(), rows).unwrap()];
+                d.bank_commit(&mut banks[0], rows).unwrap();
+                let mut plan = BatchPlan::default();
+                plan.push(0, 0, &(0..u32::try_from(rows).unwrap()).collect::<Vec<_>>(), false);
+                let mut logits = d.buffer(count);
+                d.embed(&d.step(&plan, &mut banks).unwrap(), &table, &mut logits);
+                let mut routing = <CudaDevice as MoeOps>::Routing::default();
+                d.route_learned(&p, &logits, None, &mut routing);
+                routing
+            })
+            .collect();
+        let mut out = d.buffer(hidden);
+        let us = time(d, if rows > 16 { 3 } else { 16 }, |i| d.expert_ffn(&e, &routings[i % 16], 10.0, &x, &mut out));
+        let bytes = touched * (2 * gate.len() + down.len()) as f64 / count as f64;
+        line("experts IQ2_XXS, Q2_K (whole op)", rows, us, bytes, (3 * rows * used * ff * hidden) as f64);
+    }
+}
+
+/// Flash with `layers` layers and random weights; all layers share host bytes.
+fn flash(layers: u64) -> Weights {
+    let catalog = Catalog::builtin();
+    let entry = catalog.entry("deepseek-v4-flash").unwrap();
+    let mut metadata = catalog.metadata_of(entry);
+    metadata.set("deepseek4.expert_weights_norm", Value::Bool(true));
+    let found = catalog.expand(entry, &metadata).unwrap();
+    let mut rng = Random::new(3);
+    let mut host: Vec<u8> = Vec::new();
+    let mut seen: Vec<(String, u64)> = Vec::new();
+    let mut tensors = Vec::new();
+    for t in found.tensors() {
+        let (layer, suffix) = match t.name.strip_prefix("blk.").and_then(|n| n.split_once('.')) {
+            Some((n, suffix)) => (n.parse::<u64>().ok(), suffix.to_owned()),
+            None => (None, t.name.clone()),
+        };
+        if layer.is_some_and(|l| l >= layers) {
+            continue;
+        }
+        let ty = match t.role {
+            "table" => GgmlType::I32,
+            "vector" => GgmlType::F32,
+            "experts" if t.name.contains("down") => GgmlType::Q2_K,
+            "experts" => GgmlType::IQ2_XXS,
+            "shared" | "matrix" => GgmlType::Q8_0,
+            _ => GgmlType::F16,
+        };
+        let elems = usize::try_from(t.shape.iter().product::<u64>()).unwrap();
+        let key = format!("{suffix} {:?}", t.shape);
+        let offset = match seen.iter().find(|(k, _)| *k == key) {
+            Some((_, offset)) => *offset,
+            None => {
+                host.resize(host.len().next_multiple_of(256), 0);
+                let offset = host.len() as u64;
+                if ty == GgmlType::I32 {
+                    // Experts that differ within a row: slot j takes one of its own residue class.
+                    let used = usize::try_from(t.shape[0]).unwrap();
+                    host.extend((0..elems).flat_map(|i| {
+                        let e = rng.below(256 / used) * used + i % used;
+                        i32::try_from(e).unwrap().to_le_bytes()
+                    }));
+                } else if ty == GgmlType::F32 {
+                    let norm = suffix.ends_with("norm.weight") || suffix.contains("scale");
+                    host.extend((0..elems).flat_map(|_| (if norm { 1.0 } else { 0.0 } + 0.1 * rng.unit()).to_le_bytes()));
+                } else if ty == GgmlType::F16 {
+                    let size = 1.0 / (t.shape[0] as f32).sqrt();
+                    let some: Vec<u8> = (0..elems.min(1 << 22)).flat_map(|_| half::f16::from_f32(rng.unit() * size).to_le_bytes()).collect();
+                    host.extend(some.iter().copied().cycle().take(elems * 2));
+                } else {
+                    host.extend(blocks(&mut rng, ty, elems));
+                }
+                seen.push((key, offset));
+                offset
+            }
+        };
+        let len = ty.tensor_bytes(&t.shape).unwrap();
+        tensors.push(TensorEntry { name: t.name, ty, shape: t.shape, chunk: 0, offset, len });
+    }
+    drop(found);
+    metadata.set("deepseek4.block_count", Value::U64(layers));
+    let chunk = SharedBytes::new(Arc::new(host));
+    let identity = ModelIdentity { family: "deepseek4".into(), artifact: "random".into(), name: "random".into(), content: [0; 32], known: false };
+    Weights {
+        manifest: WeightManifest {
+            model: identity,
+            epoch: 1,
+            backend: Backend::Memfd { page: 4096 },
+            chunks: vec![Chunk { len: chunk.len() as u64, blake3: [0; 32] }],
+            tensors,
+            metadata,
+        },
+        chunks: vec![chunk],
+    }
+}
+
+fn model(d: &CudaDevice, layers: u64) {
+    let start = Instant::now();
+    let weights = flash(layers);
+    println!("host bytes {:.1} GB, made in {:.1} s", weights.chunks[0].len() as f64 / 1e9, start.elapsed().as_secs_f64());
+    let start = Instant::now();
+    let mut model = DeepseekV4::build(d, &weights, KvNumerics::Official).unwrap();
+    d.synchronize().unwrap();
+    let (free, total) = d.context().memory().unwrap();
+    println!("bound in {:.1} s, {:.1} GB of device memory used", start.elapsed().as_secs_f64(), (total - free) as f64 / 1e9);
+    let mut rng = Random::new(4);
+    let mut token = || u32::try_from(rng.below(120_000)).unwrap();
+    let context = 70_000;
+    let streams = 16;
+    let mut banks: Vec<_> = (0..streams).map(|_| d.bank(model.state(), context).unwrap()).collect();
+    let mut row = Vec::new();
+    let mut done = 0;
+    for (chunk, until) in [(512, 2048), (2048, 8192)] {
+        let start = Instant::now();
+        let from = done;
+        while done < until {
+            let tokens: Vec<u32> = (0..chunk).map(|_| token()).collect();
+            d.bank_commit(&mut banks[0], done + chunk).unwrap();
+            let mut plan = BatchPlan::default();
+            plan.push(0, done, &tokens, done + chunk == until);
+            model.forward(d, &plan, &mut banks).unwrap();
+            done += chunk;
+        }
+        d.read(model.logits(), 0, &mut row);
+        let s = start.elapsed().as_secs_f64();
+        println!("prefill {from}..{until} in chunks of {chunk}: {:.0} tok/s; finite logits: {}", (until - from) as f64 / s, row.iter().all(|v| v.is_finite()));
+    }
+    for (banks_used, at) in [(1usize, 2048usize), (1, 8192), (4, 2048), (16, 2048)] {
+        // Rows that no step wrote hold whatever memory had; timing does not depend on it.
+        for b in &mut banks[..banks_used] {
+            d.bank_commit(b, at + 100).unwrap();
+        }
+        let mut best = f64::INFINITY;
+        let mut all = Vec::new();
+        for i in 0..24 {
+            let start = Instant::now();
+            let mut plan = BatchPlan::default();
+            for b in 0..banks_used {
+                plan.push(b, at + i, &[token()], true);
+            }
+            model.forward(d, &plan, &mut banks).unwrap();
+            for b in 0..banks_used {
+                d.read(model.logits(), b, &mut row);
+            }
+            let s = start.elapsed().as_secs_f64();
+            best = best.min(s);
+            all.push(s);
+        }
+        all.sort_by(f64::total_cmp);
+        let median = all[all.len() / 2];
+        println!("decode {banks_used} at {at}: median {:.3} ms, best {:.3} ms, {:.1} tok/s", median * 1e3, best * 1e3, banks_used as f64 / median);
+    }
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let d = CudaDevice::open(0).unwrap_or_else(|e| {
+        eprintln!("{e}");
+        std::process::exit(1)
+    });
+    println!("{}", d.describe());
+    match args.first().map(String::as_str) {
+        Some("kernels") => kernels(&d),
+        Some("model") => model(&d, args.get(1).and_then(|n| n.parse().ok()).unwrap_or(43)),
+        other => {
+            eprintln!("{other:?}: kernels or model");
+            std::process::exit(1)
+        }
+    }
+}
