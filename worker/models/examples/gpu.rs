@@ -315,7 +315,7 @@ fn experts<D: Full>(d: &D, gate: GgmlType, down: GgmlType) -> Value {
         } else {
             // Row 1 is always the same: it must have the same bits in every batch.
             x[hidden..2 * hidden].copy_from_slice(&first[..hidden]);
-            logits[count..2 * count].copy_from_slice(&first[hidden..]);
+            logits[count..2 * count].copy_from_slice(&first[hidden..hidden + count]);
         }
         fn one<D: MoeOps>(d: &D, e: &Experts<D::Weight>, p: &RouterParams, x: &[f32], logits: &[f32], rows: usize) -> Vec<f32> {
             let mut routing = D::Routing::default();

@@ -1,6 +1,6 @@
 //! Speed of a CUDA device: kernels at DeepSeek V4 Flash's shapes, and whole steps of a model of that shape with random weights.
 //!
-//! `gpu_speed kernels` or `gpu_speed model [LAYERS]`. Weights are random blocks, each layer's a device copy of its own (the host has one
+//! `gpu_speed kernels`, `gpu_speed model [LAYERS]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random blocks, each layer's a device copy of its own (the host has one
 //! layer's bytes); every timing is between events of the device's stream, after a warm-up, over inputs that do not fit the cache.
 
 use std::sync::Arc;
@@ -217,7 +217,7 @@ fn flash(layers: u64) -> Weights {
     }
 }
 
-fn model(d: &CudaDevice, layers: u64) {
+fn model(d: &CudaDevice, layers: u64, prefill: bool) {
     let start = Instant::now();
     let weights = flash(layers);
     println!("host bytes {:.1} GB, made in {:.1} s", weights.chunks[0].len() as f64 / 1e9, start.elapsed().as_secs_f64());
@@ -233,7 +233,7 @@ fn model(d: &CudaDevice, layers: u64) {
     let mut banks: Vec<_> = (0..streams).map(|_| d.bank(model.state(), context).unwrap()).collect();
     let mut row = Vec::new();
     let mut done = 0;
-    for (chunk, until) in [(512, 2048), (2048, 8192)] {
+    for (chunk, until) in [(512, 2048), (2048, 8192)].into_iter().filter(|_| prefill) {
         let start = Instant::now();
         let from = done;
         while done < until {
@@ -254,14 +254,15 @@ fn model(d: &CudaDevice, layers: u64) {
             d.bank_commit(b, at + 100).unwrap();
         }
         let mut best = f64::INFINITY;
-        let mut all = Vec::new();
-        for i in 0..24 {
+        let (mut all, mut host) = (Vec::new(), Vec::new());
+        for i in 0..if prefill { 24 } else { 2 } {
             let start = Instant::now();
             let mut plan = BatchPlan::default();
             for b in 0..banks_used {
                 plan.push(b, at + i, &[token()], true);
             }
             model.forward(d, &plan, &mut banks).unwrap();
+            host.push(start.elapsed().as_secs_f64());
             for b in 0..banks_used {
                 d.read(model.logits(), b, &mut row);
             }
@@ -270,8 +271,15 @@ fn model(d: &CudaDevice, layers: u64) {
             all.push(s);
         }
         all.sort_by(f64::total_cmp);
-        let median = all[all.len() / 2];
-        println!("decode {banks_used} at {at}: median {:.3} ms, best {:.3} ms, {:.1} tok/s", median * 1e3, best * 1e3, banks_used as f64 / median);
+        host.sort_by(f64::total_cmp);
+        let (median, launched) = (all[all.len() / 2], host[host.len() / 2]);
+        println!(
+            "decode {banks_used} at {at}: median {:.3} ms (launched after {:.3}), best {:.3} ms, {:.1} tok/s",
+            median * 1e3,
+            launched * 1e3,
+            best * 1e3,
+            banks_used as f64 / median
+        );
     }
 }
 
@@ -284,9 +292,11 @@ fn main() {
     println!("{}", d.describe());
     match args.first().map(String::as_str) {
         Some("kernels") => kernels(&d),
-        Some("model") => model(&d, args.get(1).and_then(|n| n.parse().ok()).unwrap_or(43)),
+        Some(kind @ ("model" | "decode")) => {
+            model(&d, args.get(1).and_then(|n| n.parse().ok()).unwrap_or(43), kind == "model");
+        }
         other => {
-            eprintln!("{other:?}: kernels or model");
+            eprintln!("{other:?}: kernels, model or decode");
             std::process::exit(1)
         }
     }
