@@ -230,7 +230,8 @@ fn cuda_vmm_each_failing_call_of_a_load_is_a_named_refusal() {
 
 #[test]
 fn cuda_vmm_a_model_larger_than_the_card_is_refused_before_the_first_allocation() {
-    let (sandbox, card) = (Sandbox::new(), Card::new().with("FAKE_CUDA_TOTAL_MIB", 100).with("FAKE_CUDA_FAIL", "cuMemCreate:1:999"));
+    let (sandbox, card) =
+        (Sandbox::new(), Card::new().with("FAKE_CUDA_TOTAL_MIB", 100).with("FAKE_CUDA_FAIL", "cuMemCreate:1:999"));
     let model = starter_model();
     let mut owner = start_owner(&sandbox, &card, &["--backend", "cuda-vmm", "--model", text(&model)]);
     assert_eq!(owner.wait_end(SOON).code(), Some(5), "{}", owner.log());
@@ -250,7 +251,10 @@ fn cuda_vmm_is_what_auto_takes_where_there_is_a_device() {
         (output.status.code().unwrap(), said)
     };
     let line = |(code, said): (i32, String), part: &str| assert!(code == 0 && said.contains(part), "{part}: {said}");
-    line(plan(&Card::new(), "auto"), "backend    cuda-vmm (Fake H200 (GPU-11111111-1111-1111-1111-111111111111) is there");
+    line(
+        plan(&Card::new(), "auto"),
+        "backend    cuda-vmm (Fake H200 (GPU-11111111-1111-1111-1111-111111111111) is there",
+    );
     line(plan(&Card::new(), "memfd"), "backend    memfd (as configured)");
     let lacks = [
         (Card::new().with("LD_LIBRARY_PATH", "/nonexistent"), "libcuda.so.1 was not found"),
@@ -259,7 +263,10 @@ fn cuda_vmm_is_what_auto_takes_where_there_is_a_device() {
         (Card::new().with("FAKE_CUDA_VMM", 0), "no virtual memory management"),
     ];
     for (card, why) in &lacks {
-        line(plan(card, "auto"), &format!("backend    memfd ({}", if why.starts_with("libcuda") { "no CUDA driver" } else { "" }));
+        line(
+            plan(card, "auto"),
+            &format!("backend    memfd ({}", if why.starts_with("libcuda") { "no CUDA driver" } else { "" }),
+        );
         line(plan(card, "auto"), why);
         let (code, said) = plan(card, "cuda-vmm");
         assert!(code == 2 && said.contains(why) && said.contains("--backend memfd"), "{said}");

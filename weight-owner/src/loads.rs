@@ -15,8 +15,8 @@ use tokio::process::{Child, Command};
 use tokio::sync::watch;
 
 use crate::Failure;
-use crate::loader::backend::Choice;
 use crate::ledger::{Held, Ledger, Ready};
+use crate::loader::backend::Choice;
 use crate::report::{Job, MAX_REPORT, Plan, Report, bytes};
 use ds4_os::wait::AsyncConnection;
 

@@ -74,7 +74,8 @@ fn host(
     figures.attach.push(claimed + begun.elapsed());
     let begun = Instant::now();
     for k in sample(&attached.weights.manifest, all) {
-        let (Some(chunk), Some(bytes)) = (attached.weights.manifest.chunks.get(k), attached.weights.chunks.get(k)) else {
+        let (Some(chunk), Some(bytes)) = (attached.weights.manifest.chunks.get(k), attached.weights.chunks.get(k))
+        else {
             continue;
         };
         if ds4_attach::hash(bytes) != chunk.blake3 {
@@ -131,11 +132,7 @@ fn device(
 
 impl Figures {
     fn of(manifest: &WeightManifest) -> Self {
-        Self {
-            chunks: manifest.chunks.len(),
-            bytes: manifest.chunks.iter().map(|c| c.len).sum(),
-            ..Self::default()
-        }
+        Self { chunks: manifest.chunks.len(), bytes: manifest.chunks.iter().map(|c| c.len).sum(), ..Self::default() }
     }
 
     fn to_json(&self, backend: &str) -> String {

@@ -175,7 +175,12 @@ impl Memory {
         let (start, len) = self.reserved.range(..=at).next_back().ok_or(INVALID_VALUE)?;
         let free = self.mapped.range(..end).next_back().is_none_or(|(other, m)| other + m.size as u64 <= at);
         let handle = self.handle(handle)?;
-        if size == 0 || size != handle.size || end > start + *len as u64 || !free || (at - start) % GRANULARITY as u64 != 0 {
+        if size == 0
+            || size != handle.size
+            || end > start + *len as u64
+            || !free
+            || (at - start) % GRANULARITY as u64 != 0
+        {
             return Err(INVALID_VALUE);
         }
         let fd = duplicate(handle.fd)?;

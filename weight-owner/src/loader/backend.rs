@@ -123,9 +123,7 @@ impl Memory {
         match self {
             Self::Host => len,
             // No allocation is empty. Lengths lie inside files, so this cannot overflow; saturate anyway.
-            Self::Device { granularity, .. } => {
-                len.max(1).checked_next_multiple_of(*granularity).unwrap_or(u64::MAX)
-            }
+            Self::Device { granularity, .. } => len.max(1).checked_next_multiple_of(*granularity).unwrap_or(u64::MAX),
         }
     }
 

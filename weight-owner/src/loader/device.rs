@@ -17,7 +17,9 @@ use ds4_manifests::Chunk;
 use ds4_os::seqpacket::Connection;
 
 use super::source::{BLOCK, Source};
-use super::{Counters, Done, Prepared, Segment, Stop, add, collect, open_shards, read_failure, segments, send, send_stage, tree};
+use super::{
+    Counters, Done, Prepared, Segment, Stop, add, collect, open_shards, read_failure, segments, send, send_stage, tree,
+};
 use crate::Failure;
 use crate::report::{Report, bytes};
 

@@ -42,13 +42,7 @@ impl Source {
     ///
     /// # Errors
     /// `UnexpectedEof` when the file has become shorter.
-    pub fn read(
-        &self,
-        offset: u64,
-        len: usize,
-        buffer: &mut [u8],
-        mut seen: impl FnMut(&[u8]),
-    ) -> io::Result<usize> {
+    pub fn read(&self, offset: u64, len: usize, buffer: &mut [u8], mut seen: impl FnMut(&[u8])) -> io::Result<usize> {
         let skew = if self.direct { offset % BLOCK } else { 0 };
         let begin = usize::try_from(skew).map_err(io::Error::other)?;
         let wanted = begin.checked_add(len).ok_or(io::ErrorKind::InvalidInput)?;
@@ -84,6 +78,20 @@ mod tests {
         &mut memory[skip..]
     }
 
+    /// procfs has no O_DIRECT.
+    #[test]
+    fn files_that_cannot_be_read_directly_are_read_through_the_page_cache() {
+        let mut memory = vec![0; 20_000];
+        let (source, why) = Source::open(Path::new("/proc/version"), aligned(&mut memory)).unwrap();
+        assert!(!source.direct && why.is_some_and(|w| w.contains("os error 22")), "{source:?}");
+        let at = source.read(1, 4, aligned(&mut memory), |_| {}).unwrap();
+        assert_eq!(&aligned(&mut memory)[at..at + 4], b"inux");
+        assert_eq!(
+            Source::open(Path::new("/nonexistent"), aligned(&mut memory)).unwrap_err().kind(),
+            io::ErrorKind::NotFound
+        );
+    }
+
     #[test]
     fn any_range_reads_the_same_with_and_without_the_page_cache() {
         let dir = tempfile::tempdir().unwrap();
@@ -95,7 +103,9 @@ mod tests {
         let mut memory = vec![0; 1_300_000];
         let (source, _) = Source::open(&path, aligned(&mut memory)).unwrap();
         let plain = Source { file: File::open(&path).unwrap(), direct: false };
-        for (offset, len) in [(0, 1), (32, 4096), (4095, 2), (4096, 8192), (1, 1_200_000), (4095, 1_100_000), (BIG - 10, 10), (5, 0)] {
+        for (offset, len) in
+            [(0, 1), (32, 4096), (4095, 2), (4096, 8192), (1, 1_200_000), (4095, 1_100_000), (BIG - 10, 10), (5, 0)]
+        {
             for source in [&source, &plain] {
                 let buffer = aligned(&mut memory);
                 let mut seen = Vec::new();

@@ -130,7 +130,10 @@ impl DeviceWeights {
             hasher.update(staging.download(offset + range.start, n).map_err(failed)?);
         }
         if hasher.finalize() != chunk.blake3 {
-            return Err(AttachError::HashMismatch { model: self.manifest.model.name.clone(), what: format!("chunk {k}") });
+            return Err(AttachError::HashMismatch {
+                model: self.manifest.model.name.clone(),
+                what: format!("chunk {k}"),
+            });
         }
         Ok(chunk.len)
     }
@@ -141,9 +144,7 @@ fn check_backend(manifest: &WeightManifest, own: &DeviceInfo) -> Result<u64, Att
     let model = || manifest.model.name.clone();
     let shown = |name: &str, uuid: &[u8; 16]| format!("{name} ({})", device::uuid_text(uuid));
     match &manifest.backend {
-        Backend::Memfd { .. } => {
-            Err(AttachError::NotOnDevice { model: model(), device: shown(&own.name, &own.uuid) })
-        }
+        Backend::Memfd { .. } => Err(AttachError::NotOnDevice { model: model(), device: shown(&own.name, &own.uuid) }),
         Backend::CudaVmm { device, device_name, granularity, layout, .. } => {
             if *device != own.uuid {
                 let (held, own) = (shown(device_name, device), shown(&own.name, &own.uuid));

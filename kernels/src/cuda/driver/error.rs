@@ -6,7 +6,9 @@ use cudarc::driver::sys::CUresult;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
     /// There is no libcuda.
-    #[error("no CUDA driver: libcuda.so.1 was not found; install the NVIDIA driver, or add its directory to LD_LIBRARY_PATH")]
+    #[error(
+        "no CUDA driver: libcuda.so.1 was not found; install the NVIDIA driver, or add its directory to LD_LIBRARY_PATH"
+    )]
     NoDriver,
     /// A driver that lacks functions.
     #[error(
@@ -18,7 +20,9 @@ pub enum CudaError {
         found: u32,
     },
     /// A driver without devices.
-    #[error("the CUDA driver has no device; check nvidia-smi, the permissions of /dev/nvidia*, and CUDA_VISIBLE_DEVICES")]
+    #[error(
+        "the CUDA driver has no device; check nvidia-smi, the permissions of /dev/nvidia*, and CUDA_VISIBLE_DEVICES"
+    )]
     NoDevice,
     /// No such device.
     #[error("there is no CUDA device {ordinal}: the driver has {count}")]
