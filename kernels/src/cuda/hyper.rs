@@ -1,9 +1,10 @@
 //! Launches of the hyper-connections' kernels.
 
 use super::buffer::CudaBuffer;
-use super::dense::product;
+use super::dense::{BLOCK, blocks, product};
 use super::device::CudaDevice;
 use super::driver::vmm::DevicePtr;
+use super::fatal::OrFatal;
 use super::kernels::{File, dim, int, threads};
 use super::weight::CudaWeight;
 use crate::ops::{HyperOps, HyperParams, HyperWeights};
@@ -85,5 +86,28 @@ impl HyperOps for CudaDevice {
         let all: [&dyn super::driver::KernelArg; 6] = [&gates, &args.0, &args.1, &args.2, &p.eps, &args.3];
         self.launch(File::Hyper, "hyper_gates", [dim((rows * n).div_ceil(256)), 1, 1], [256, 1, 1], 0, &all);
         self.combine(gates, n, n, state, x);
+    }
+
+    fn hyper_split(&self, streams: usize, state: &CudaBuffer, rows: &[usize], out: &mut CudaBuffer) {
+        assert_eq!(state.width(), streams * out.width(), "streams of another width");
+        assert!(rows.iter().all(|r| *r < state.rows()), "rows {rows:?} of {}", state.rows());
+        out.resize(rows.len() * streams);
+        // The streams of a row lie one after the other already: runs of rows are copied as they are.
+        let bytes = state.width() * 4;
+        let mut done = 0;
+        for run in rows.chunk_by(|a, b| a + 1 == *b) {
+            let (from, to) = (state.start() + (run[0] * bytes) as u64, out.start() + (done * bytes) as u64);
+            #[allow(unsafe_code, reason = "a copy on the device")]
+            // SAFETY: the rows exist on both sides, and two buffers do not overlap.
+            unsafe { self.stream().copy(to, from, run.len() * bytes) }.or_fatal("hyper_split");
+            done += run.len();
+        }
+    }
+
+    fn hyper_join(&self, streams: usize, x: &CudaBuffer, state: &mut CudaBuffer) {
+        assert!(state.width() == streams * x.width() && x.rows() == state.rows() * streams, "streams of another shape");
+        let n = state.rows() * state.width();
+        let args = (state.start(), x.start(), n as i64);
+        self.launch(File::Elementwise, "add", blocks(n), BLOCK, 0, &[&args.0, &args.1, &args.2]);
     }
 }
