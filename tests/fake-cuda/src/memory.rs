@@ -102,7 +102,7 @@ impl Memory {
     }
 
     pub fn create(&mut self, size: usize) -> Result<u64, Code> {
-        if size == 0 || size % GRANULARITY != 0 {
+        if size == 0 || !size.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);
         }
         if size > card::free() {
@@ -150,7 +150,7 @@ impl Memory {
     }
 
     pub fn reserve(&mut self, size: usize) -> Result<u64, Code> {
-        if size == 0 || size % GRANULARITY != 0 {
+        if size == 0 || !size.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);
         }
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -179,7 +179,7 @@ impl Memory {
             || size != handle.size
             || end > start + *len as u64
             || !free
-            || (at - start) % GRANULARITY as u64 != 0
+            || !(at - start).is_multiple_of(GRANULARITY as u64)
         {
             return Err(INVALID_VALUE);
         }

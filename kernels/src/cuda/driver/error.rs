@@ -87,10 +87,15 @@ impl CudaError {
 }
 
 /// Turns a result into an error that names the function.
+///
+/// Hazard: the bindings declare results as a Rust enum of the codes of CUDA 13.0, and a code that is not among them would
+/// be undefined behaviour: the bindings go up with the driver's major version.
 pub(crate) fn check(call: &'static str, result: CUresult) -> Result<(), CudaError> {
     match result {
         CUresult::CUDA_SUCCESS => Ok(()),
         CUresult::CUDA_ERROR_NO_DEVICE => Err(CudaError::NoDevice),
+        // The toolkit's libcuda for linking, found before a real one.
+        CUresult::CUDA_ERROR_STUB_LIBRARY => Err(CudaError::NoDriver),
         other => Err(CudaError::Call { call, code: other as u32, name: format!("{other:?}"), sticky: sticky(other) }),
     }
 }
@@ -134,6 +139,7 @@ mod tests {
         let e = check("cuMemMap", CUresult::CUDA_ERROR_INVALID_VALUE).unwrap_err();
         assert_eq!(e.to_string(), "cuMemMap: CUDA_ERROR_INVALID_VALUE (1)");
         assert!(!e.is_sticky());
+        assert!(check("cuInit", CUresult::CUDA_ERROR_STUB_LIBRARY).unwrap_err().is_absence());
         let e = check("cuStreamSynchronize", CUresult::CUDA_ERROR_ILLEGAL_ADDRESS).unwrap_err();
         assert!(e.is_sticky() && e.to_string().contains("(700)") && e.code() == "cuda_device_lost", "{e}");
     }
