@@ -8,6 +8,7 @@
 //! whatever the batch. Batched, chunked and lone runs therefore agree bit for bit, and the tests require it.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use ds4_manifests::GgmlType;
 use ds4_os::SharedBytes;
@@ -49,6 +50,27 @@ pub struct TensorSource {
     pub rows: usize,
     /// `rows * row_bytes(cols)` bytes of read-only shared memory.
     pub bytes: SharedBytes,
+}
+
+/// A tensor whose bytes lie in a device's memory already, mapped into this process for reading.
+#[derive(Clone)]
+pub struct DeviceTensor {
+    /// GGUF name, for errors.
+    pub name: String,
+    /// Element type.
+    pub ty: GgmlType,
+    /// Input width (contiguous dimension).
+    pub cols: usize,
+    /// Output width; 1 for vectors.
+    pub rows: usize,
+    /// Address of its first byte, for the device.
+    pub address: u64,
+    /// Bytes there.
+    pub len: u64,
+    /// Whether whoever put it there arranged it in the device's tiles, where its type and shape have them.
+    pub tiled: bool,
+    /// Keeps the mapping.
+    pub keep: Arc<dyn Send + Sync>,
 }
 
 /// How RoPE pairs the elements of a head.
@@ -106,6 +128,16 @@ pub trait Device: Send + Sync + 'static {
 
     /// Binds a weight; refuses types it cannot compute with.
     fn bind(&self, source: &TensorSource) -> Result<Self::Weight, DeviceError>;
+
+    /// Binds a weight that lies in this device's memory, without copying it; refuses what [`Device::bind`] does, and everything
+    /// when the device reads no such memory.
+    ///
+    /// # Errors
+    /// [`DeviceError`].
+    fn bind_device(&self, source: &DeviceTensor) -> Result<Self::Weight, DeviceError> {
+        let reason = format!("it lies in the memory of a device, which {} does not read", self.describe());
+        Err(DeviceError::Weight { name: source.name.clone(), reason })
+    }
 
     /// A buffer of `width` columns with no rows yet.
     fn buffer(&self, width: usize) -> Self::Buffer;

@@ -13,6 +13,6 @@ pub mod quant;
 pub mod state;
 
 pub use cpu::CpuDevice;
-pub use device::{Attention, Device, DeviceError, Rope, RopeKind, TensorSource};
+pub use device::{Attention, Device, DeviceError, DeviceTensor, Rope, RopeKind, TensorSource};
 pub use plan::{BatchPlan, Span};
 pub use state::{StateKind, StateSpec, StateType};

@@ -16,4 +16,4 @@ pub use dtype::GgmlType;
 pub use gguf::{GgufError, GgufModel, GgufPlan, GgufWriter, TensorInfo};
 pub use layout::{Layout, plan_layout};
 pub use metadata::{Metadata, StringTable, Value};
-pub use weights::{Backend, Chunk, LAYOUT_GGUF, ModelIdentity, TensorEntry, TensorIndex, WeightManifest};
+pub use weights::{Backend, Chunk, LAYOUT_GGUF, LAYOUT_TILES, ModelIdentity, TensorEntry, TensorIndex, WeightManifest};

@@ -38,13 +38,18 @@ pub enum Backend {
         granularity: u64,
         /// Version of the driver that made it: 1000 × major + 10 × minor.
         driver: u32,
-        /// How tensor bytes are arranged: [`LAYOUT_GGUF`]. A worker refuses a tag that it does not know.
+        /// How tensor bytes are arranged: [`LAYOUT_GGUF`] or [`LAYOUT_TILES`]. A worker refuses a tag that it does not know.
         layout: String,
     },
 }
 
 /// Layout tag of tensors whose bytes are those of the file.
 pub const LAYOUT_GGUF: &str = "gguf";
+
+/// Layout tag of matrices of Q8_0, Q2_K, Q4_K and IQ2_XXS with whole tiles of 16 rows by 256 columns that lie in such tiles, as
+/// tensor cores take them, and of other tensors as in the file. A tensor has the same bytes in another order; hashes are those of
+/// the file's order. The order is the kernels' (`kernels/cuda/tiled.cuh`): a change of it is another tag.
+pub const LAYOUT_TILES: &str = "tiles-16x256";
 
 impl Backend {
     /// As users write it: `memfd` or `cuda-vmm`.

@@ -1,7 +1,8 @@
 //! Activations in device memory.
 
-use super::driver::{Context, Memory, vmm::DevicePtr};
+use super::driver::{Context, CudaError, Memory, vmm::DevicePtr};
 use super::fatal::OrFatal;
+use crate::device::DeviceError;
 
 /// Memory that grows: what was in it is lost when it does.
 #[derive(Debug, Default)]
@@ -13,12 +14,22 @@ impl Growable {
     /// The address of at least `len` bytes.
     ///
     /// Growing frees the old memory, which waits for the device: it happens in the first steps of their size only.
+    ///
+    /// # Panics
+    /// With a [`DeviceError::OutOfMemory`] as the payload when the device has not got the memory: operations return nothing, and
+    /// a step that cannot be computed is the end of its requests and not of the process.
     pub(super) fn at_least(&mut self, context: &Context, len: usize) -> DevicePtr {
         match &self.memory {
             Some(m) if m.len() >= len => m.start(),
             _ => {
                 self.memory = None;
-                let new = Memory::new(context, len).or_fatal("activations; lower --max-batch or the prefill chunk");
+                let new = match Memory::new(context, len) {
+                    Err(CudaError::OutOfMemory { .. }) => {
+                        // No hook shall print a backtrace: whoever runs the step expects this.
+                        std::panic::resume_unwind(Box::new(DeviceError::OutOfMemory { what: "activations", missing: len }))
+                    }
+                    other => other.or_fatal("activations"),
+                };
                 self.memory.insert(new).start()
             }
         }

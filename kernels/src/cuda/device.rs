@@ -10,16 +10,16 @@ use super::kernels::{File, Kernels};
 use super::step::{Arenas, CudaStep};
 use super::weight::{self, CudaWeight};
 use super::{dense, quantized};
-use crate::device::{Attention, Device, DeviceError, Rope, TensorSource};
+use crate::device::{Attention, Device, DeviceError, DeviceTensor, Rope, TensorSource};
 use crate::plan::BatchPlan;
 use crate::state::StateSpec;
 
 /// Memory between the kernels of one operation.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    /// Normalised streams of a hyper-connection; gates of the head.
-    pub(super) flat: Growable,
-    pub(super) gates: Growable,
+    /// A hyper-connection's products and sums of squares.
+    pub(super) mix: Growable,
+    pub(super) squares: Growable,
     /// Pieces of a softmax.
     pub(super) partial: Growable,
     /// Indexer scores.
@@ -101,6 +101,10 @@ impl Device for CudaDevice {
 
     fn bind(&self, source: &TensorSource) -> Result<CudaWeight, DeviceError> {
         weight::bind(self, source)
+    }
+
+    fn bind_device(&self, source: &DeviceTensor) -> Result<CudaWeight, DeviceError> {
+        weight::bind_device(self, source)
     }
 
     fn buffer(&self, width: usize) -> CudaBuffer {

@@ -11,8 +11,8 @@ use super::driver::CudaError;
 /// Exit code of a process that lost its device.
 pub const EXIT_CODE: i32 = 71;
 
-/// Ends the process.
-pub(super) fn fatal(what: &str, error: &CudaError) -> ! {
+/// Ends the process with what failed and what the driver said.
+pub fn fatal(what: &str, error: &CudaError) -> ! {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "fatal: {what}: {error} [{}]", error.code());
     #[allow(unsafe_code, reason = "exit without destructors")]
@@ -23,7 +23,8 @@ pub(super) fn fatal(what: &str, error: &CudaError) -> ! {
 }
 
 /// The value, or the end of the process.
-pub(super) trait OrFatal<T> {
+pub trait OrFatal<T> {
+    /// The value, or the end of the process with `what` it was for.
     fn or_fatal(self, what: &str) -> T;
 }
 

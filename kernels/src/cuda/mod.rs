@@ -2,6 +2,7 @@
 //! `cuda`).
 
 pub mod driver;
+pub mod fatal;
 
 #[cfg(feature = "cuda")]
 mod bank;
@@ -11,8 +12,6 @@ mod buffer;
 mod dense;
 #[cfg(feature = "cuda")]
 mod device;
-#[cfg(feature = "cuda")]
-mod fatal;
 #[cfg(feature = "cuda")]
 mod hyper;
 #[cfg(feature = "cuda")]

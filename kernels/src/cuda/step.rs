@@ -1,9 +1,11 @@
 //! A plan in device memory.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::bank::{CudaBank, Layout};
-use super::driver::{Context, CudaError, Event, Memory, Pinned, Space, Stream};
+use super::driver::{Context, CudaError, Event, Held, Memory, Pinned, Space, Stream};
+use super::fatal::OrFatal;
 use crate::kernel_args;
 use crate::plan::BatchPlan;
 
@@ -21,6 +23,26 @@ pub(super) struct StepArg {
     banks: u64,
 }
 kernel_args!(StepArg);
+
+impl StepArg {
+    /// For kernels that look at nothing but the tokens.
+    pub(super) fn of_tokens(tokens: u64) -> Self {
+        Self { tokens, ..Self::default() }
+    }
+}
+
+/// Most rows of a step whose launches are held back and replayed as graphs: decode steps, and their kind. The kernels of longer
+/// ones take long enough to hide their launches.
+const MAX_HELD_ROWS: usize = 64;
+
+/// Launches are sized for this many positions at least, and for more in eighths of a power of two, so that the steps of many tokens
+/// are launched alike. Blocks for positions that are not there yet end at once.
+const DEPTH_STEP: usize = 512;
+
+/// The depth that launches are sized for.
+fn padded_depth(deepest: usize) -> usize {
+    deepest.next_multiple_of((deepest.next_power_of_two() / 8).max(DEPTH_STEP))
+}
 
 /// Memory for one step's arrays; used again by later steps.
 #[derive(Debug)]
@@ -44,11 +66,13 @@ pub(super) struct Arenas(Arc<Mutex<Vec<Arena>>>);
 /// A plan made ready.
 #[derive(Debug)]
 pub struct CudaStep {
+    /// Differs from that of every other step of the process, and from 0.
+    pub(super) id: u64,
     pub(super) arg: StepArg,
     pub(super) rows: usize,
     pub(super) spans: usize,
     pub(super) wanted: usize,
-    /// Position after the last row of the deepest span.
+    /// Position after the last row of the deepest span, or more: see [`padded_depth`].
     pub(super) deepest: usize,
     /// Rows of the longest span.
     pub(super) longest: usize,
@@ -58,6 +82,8 @@ pub struct CudaStep {
     layout: Option<Arc<Layout>>,
     arena: Option<Arena>,
     arenas: Arenas,
+    /// Launches since this step was made, if they are held back.
+    held: Option<Held>,
     _spaces: Vec<Arc<Mutex<Space>>>,
 }
 
@@ -149,9 +175,15 @@ impl CudaStep {
             stream.upload_pinned(arena.device.start(), &arena.host, bytes.len())?;
         }
         arena.copied.record(stream)?;
+        let held = (rows <= MAX_HELD_ROWS).then(|| stream.hold());
+        if held.is_some() {
+            deepest = padded_depth(deepest);
+        }
         let base = arena.device.start();
         let at = |i: usize| base + starts.get(i).copied().unwrap_or(0);
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         Ok(Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
             arg: StepArg {
                 tokens: at(0),
                 positions: at(1),
@@ -172,6 +204,7 @@ impl CudaStep {
             layout,
             arena: Some(arena),
             arenas: arenas.clone(),
+            held,
             _spaces: plan.spans.iter().map(|s| banks[s.bank].space()).collect(),
         })
     }
@@ -179,8 +212,26 @@ impl CudaStep {
 
 impl Drop for CudaStep {
     fn drop(&mut self) {
+        // Launches that are held back use the arena.
+        if let Some(held) = self.held.take() {
+            held.release().or_fatal("a step");
+        }
         if let Some(arena) = self.arena.take() {
             self.arenas.0.lock().unwrap_or_else(PoisonError::into_inner).push(arena);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn depths_are_padded_by_little_and_seldom_change() {
+        assert_eq!([0, 1, 512, 513, 4096, 4097].map(padded_depth), [0, 512, 512, 1024, 4096, 5120]);
+        let mut sizes: Vec<usize> = (1..65_536).map(padded_depth).collect();
+        sizes.dedup();
+        assert_eq!(sizes.len(), 8 + 4 * 4, "graphs of a sequence of 65,536 tokens");
+        assert!((4096..100_000).all(|d| padded_depth(d) >= d && padded_depth(d) * 4 <= d * 5));
     }
 }

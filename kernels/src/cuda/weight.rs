@@ -1,4 +1,6 @@
-//! Weights in device memory.
+//! Weights in device memory: copies that this process made, or what an owner has put there and this process may only read.
+
+use std::sync::Arc;
 
 use ds4_manifests::GgmlType;
 
@@ -6,13 +8,36 @@ use super::device::CudaDevice;
 use super::driver::KernelArg;
 use super::driver::{CudaError, Memory, vmm::DevicePtr};
 use super::kernels::{File, dim, int};
+use super::step::StepArg;
 use super::quantized::{SUPERBLOCK, TILE, TiledArg, tile_shape};
-use crate::device::{DeviceError, TensorSource};
+use crate::device::{DeviceError, DeviceTensor, TensorSource};
 use crate::quant;
 
 /// Largest tensor of another type than F32 that also gets an f32 copy, in elements: norms, biases, scales and position tables, which
 /// kernels read as f32. 65,536 elements of position table are the largest in the shapes that exist.
 const SMALL: usize = 1 << 17;
+
+/// Where a weight's bytes lie.
+enum Bytes {
+    Own(Memory),
+    /// In a mapping that somebody else made.
+    Shared(DevicePtr, #[allow(dead_code, reason = "held, not read")] Arc<dyn Send + Sync>),
+}
+
+impl Bytes {
+    fn start(&self) -> DevicePtr {
+        match self {
+            Self::Own(memory) => memory.start(),
+            Self::Shared(start, _) => *start,
+        }
+    }
+}
+
+impl std::fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {:#x}", if matches!(self, Self::Own(_)) { "own" } else { "shared" }, self.start())
+    }
+}
 
 /// A bound weight.
 #[derive(Debug)]
@@ -22,7 +47,7 @@ pub struct CudaWeight {
     pub(super) rows: usize,
     pub(super) cols: usize,
     pub(super) row_bytes: usize,
-    bytes: Memory,
+    bytes: Bytes,
     /// Where the parts of the tiles lie; `None` for blocks as in the file.
     tiles: Option<TiledArg>,
     floats: Option<Memory>,
@@ -76,64 +101,134 @@ fn refusal(name: &str, e: &CudaError) -> DeviceError {
     }
 }
 
-/// Rearranges blocks into tiles, when the type and the shape have them.
-fn tile(device: &CudaDevice, source: &TensorSource, blocks: Memory) -> Result<(Memory, Option<TiledArg>), DeviceError> {
-    let Some(shape) = tile_shape(source.ty) else { return Ok((blocks, None)) };
-    if source.rows == 1 || !source.rows.is_multiple_of(TILE) || !source.cols.is_multiple_of(SUPERBLOCK) {
-        return Ok((blocks, None));
+/// Where the parts of the tiles of a tensor at `start` lie; `None` for types and shapes that have no tiles.
+fn tiles_at(ty: GgmlType, rows: usize, cols: usize, start: DevicePtr) -> Option<TiledArg> {
+    let shape = tile_shape(ty)?;
+    if rows == 1 || !rows.is_multiple_of(TILE) || !cols.is_multiple_of(SUPERBLOCK) {
+        return None;
     }
-    let superblocks = source.cols / SUPERBLOCK;
-    let each = shape.bytes.map(|b| b * source.rows * superblocks);
-    let memory = Memory::new(device.context(), each.iter().sum()).map_err(|e| refusal(&source.name, &e))?;
-    let qs = memory.start();
-    let side = qs + each[0] as u64;
-    let tiles = TiledArg { qs, side, side2: side + each[1] as u64 };
-    let threads = source.rows * superblocks * 4;
-    let args = (blocks.start(), source.rows as i64, int(superblocks));
-    let all: [&dyn KernelArg; 6] = [&args.0, &args.1, &args.2, &tiles.qs, &tiles.side, &tiles.side2];
-    let name = format!("repack_{}", source.ty);
-    device.launch(File::Quantized, &name, [dim(threads.div_ceil(256)), 1, 1], [256, 1, 1], 0, &all);
-    Ok((memory, Some(tiles)))
+    let each = shape.bytes.map(|b| (b * rows * (cols / SUPERBLOCK)) as u64);
+    let side = start + each[0];
+    Some(TiledArg { qs: start, side, side2: side + each[1] })
 }
 
-/// Copies `source` to the device.
+/// Starts rearranging the blocks at `from` into `tiles`.
+fn repack(device: &CudaDevice, ty: GgmlType, rows: usize, cols: usize, from: DevicePtr, tiles: &TiledArg) {
+    let superblocks = cols / SUPERBLOCK;
+    let threads = rows * superblocks * 4;
+    let args = (from, rows as i64, int(superblocks));
+    let all: [&dyn KernelArg; 6] = [&args.0, &args.1, &args.2, &tiles.qs, &tiles.side, &tiles.side2];
+    device.launch(File::Quantized, &format!("repack_{ty}"), [dim(threads.div_ceil(256)), 1, 1], [256, 1, 1], 0, &all);
+}
+
+impl CudaDevice {
+    /// Rearranges tensors from blocks as in a file into tiles, each in its place, and waits until that is done; those that have no
+    /// tiles stay as they are. Takes as much memory as the largest of them while it works.
+    ///
+    /// # Safety
+    /// Each is mapped for writing, and nothing else uses it meanwhile.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] before anything was changed; or the device failed.
+    #[allow(unsafe_code, reason = "the caller's promise about the memory")]
+    pub unsafe fn tile_in_place(&self, tensors: &[DeviceTensor]) -> Result<(), CudaError> {
+        let all = tensors.iter().filter_map(|t| Some((t, tiles_at(t.ty, t.rows, t.cols, t.address)?)));
+        let all: Vec<(&DeviceTensor, TiledArg)> = all.collect();
+        let largest = all.iter().map(|(t, _)| t.len).max().unwrap_or(0);
+        let size = |len: u64| usize::try_from(len).map_err(|_| CudaError::Range(format!("a tensor of {len} bytes")));
+        let scratch = Memory::new(self.context(), size(largest)?)?;
+        for (t, tiles) in all {
+            // SAFETY: the scratch is as large as the largest; the rest is the caller's promise.
+            unsafe { self.stream().copy(scratch.start(), t.address, size(t.len)?) }?;
+            repack(self, t.ty, t.rows, t.cols, scratch.start(), &tiles);
+        }
+        self.synchronize()
+    }
+}
+
+/// What a device refuses whatever memory a tensor is in; returns the bytes of a row.
+fn check(name: &str, ty: GgmlType, rows: usize, cols: usize, len: u64) -> Result<usize, DeviceError> {
+    let refuse = |reason: String| DeviceError::Weight { name: name.to_owned(), reason };
+    if !quant::is_supported(ty) && ty != GgmlType::I32 {
+        return Err(refuse(format!("type {ty} has no CUDA kernel; convert the model to a supported type")));
+    }
+    let row_bytes = u64::try_from(cols).ok().and_then(|n| ty.row_bytes(n)).filter(|_| cols > 0);
+    let Some(row_bytes) = row_bytes else {
+        return Err(refuse(format!("rows of {cols} are not whole {ty} blocks of {}", ty.block_elems())));
+    };
+    if row_bytes.checked_mul(rows as u64) != Some(len) {
+        return Err(refuse(format!("{len} bytes for {rows} rows of {row_bytes} bytes")));
+    }
+    usize::try_from(row_bytes).map_err(|_| refuse(format!("rows of {row_bytes} bytes")))
+}
+
+fn copy(device: &CudaDevice, name: &str, bytes: &[u8]) -> Result<Memory, DeviceError> {
+    let memory = Memory::new(device.context(), bytes.len()).map_err(|e| refusal(name, &e))?;
+    #[allow(unsafe_code, reason = "a copy to the device")]
+    // SAFETY: new memory of that size.
+    unsafe { device.stream().upload(memory.start(), bytes) }.map_err(|e| refusal(name, &e))?;
+    Ok(memory)
+}
+
+/// Whether it gets an f32 copy.
+fn is_small(ty: GgmlType, elems: usize) -> bool {
+    elems <= SMALL && ty != GgmlType::F32 && ty != GgmlType::I32
+}
+
+fn f32_copy(device: &CudaDevice, name: &str, ty: GgmlType, elems: usize, bytes: &[u8]) -> Result<Memory, DeviceError> {
+    let mut values = vec![0.0; elems];
+    quant::dequantize_row(ty, bytes, &mut values);
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    copy(device, name, &bytes)
+}
+
+/// As [`f32_copy`], of a tensor in tiles: the kernel that embeds tokens, given all of them.
+fn f32_of_tiles(device: &CudaDevice, name: &str, ty: GgmlType, rows: usize, cols: usize, tiles: &TiledArg) -> Result<Memory, DeviceError> {
+    let ids: Vec<u8> = (0..int(rows)).flat_map(i32::to_le_bytes).collect();
+    let ids = copy(device, name, &ids)?;
+    let out = Memory::new(device.context(), rows * cols * 4).map_err(|e| refusal(name, &e))?;
+    let args = (StepArg::of_tokens(ids.start()), int(cols), out.start());
+    let all: [&dyn KernelArg; 4] = [&args.0, tiles, &args.1, &args.2];
+    device.launch(File::Quantized, &format!("embed_tiled_{ty}"), [dim(rows), 1, 1], [256, 1, 1], 0, &all);
+    Ok(out)
+}
+
+/// Copies `source` to the device, into tiles where it has them.
 pub(super) fn bind(device: &CudaDevice, source: &TensorSource) -> Result<CudaWeight, DeviceError> {
-    let refuse = |reason: String| DeviceError::Weight { name: source.name.clone(), reason };
-    if !quant::is_supported(source.ty) && source.ty != GgmlType::I32 {
-        return Err(refuse(format!("type {} has no CUDA kernel; convert the model to a supported type", source.ty)));
+    let TensorSource { name, ty, cols, rows, bytes } = source;
+    let (ty, rows, cols) = (*ty, *rows, *cols);
+    let row_bytes = check(name, ty, rows, cols, bytes.len() as u64)?;
+    let floats = is_small(ty, rows * cols).then(|| f32_copy(device, name, ty, rows * cols, bytes)).transpose()?;
+    let mut own = copy(device, name, bytes)?;
+    let mut tiles = None;
+    if tiles_at(ty, rows, cols, 0).is_some() {
+        let blocks = own;
+        own = Memory::new(device.context(), bytes.len()).map_err(|e| refusal(name, &e))?;
+        tiles = tiles_at(ty, rows, cols, own.start());
+        tiles.iter().for_each(|tiles| repack(device, ty, rows, cols, blocks.start(), tiles));
     }
-    let row_bytes = u64::try_from(source.cols).ok().and_then(|n| source.ty.row_bytes(n));
-    let Some(row_bytes) = row_bytes.and_then(|n| usize::try_from(n).ok()).filter(|_| source.cols > 0) else {
-        let block = source.ty.block_elems();
-        return Err(refuse(format!("rows of {} are not whole {} blocks of {block}", source.cols, source.ty)));
-    };
-    if row_bytes.checked_mul(source.rows) != Some(source.bytes.len()) {
-        return Err(refuse(format!("{} bytes for {} rows of {row_bytes} bytes", source.bytes.len(), source.rows)));
-    }
-    let copy = |bytes: &[u8]| -> Result<Memory, DeviceError> {
-        let memory = Memory::new(device.context(), bytes.len()).map_err(|e| refusal(&source.name, &e))?;
-        #[allow(unsafe_code, reason = "a copy to the device")]
-        // SAFETY: new memory of that size.
-        unsafe { device.stream().upload(memory.start(), bytes) }.map_err(|e| refusal(&source.name, &e))?;
-        Ok(memory)
-    };
+    Ok(CudaWeight { name: name.clone(), ty, rows, cols, row_bytes, bytes: Bytes::Own(own), tiles, floats })
+}
+
+/// Binds `source` where it lies. Small tensors of other types than F32 get an f32 copy, as in [`bind`].
+pub(super) fn bind_device(device: &CudaDevice, source: &DeviceTensor) -> Result<CudaWeight, DeviceError> {
+    let DeviceTensor { name, ty, cols, rows, address, len, tiled, keep } = source;
+    let (ty, rows, cols) = (*ty, *rows, *cols);
+    let row_bytes = check(name, ty, rows, cols, *len)?;
+    let tiles = tiles_at(ty, rows, cols, *address).filter(|_| *tiled);
     let mut floats = None;
-    let elems = source.rows * source.cols;
-    if elems <= SMALL && source.ty != GgmlType::F32 && source.ty != GgmlType::I32 {
-        let mut values = vec![0.0; elems];
-        quant::dequantize_row(source.ty, &source.bytes, &mut values);
-        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-        floats = Some(copy(&bytes)?);
+    if is_small(ty, rows * cols) {
+        floats = Some(match &tiles {
+            Some(tiles) => f32_of_tiles(device, name, ty, rows, cols, tiles)?,
+            None => {
+                let mut bytes = vec![0; row_bytes * rows];
+                #[allow(unsafe_code, reason = "a copy from the device")]
+                // SAFETY: as many bytes are mapped there, which `keep` keeps.
+                unsafe { device.stream().download(*address, &mut bytes) }.map_err(|e| refusal(name, &e))?;
+                f32_copy(device, name, ty, rows * cols, &bytes)?
+            }
+        });
     }
-    let (bytes, tiles) = tile(device, source, copy(&source.bytes)?)?;
-    Ok(CudaWeight {
-        name: source.name.clone(),
-        ty: source.ty,
-        rows: source.rows,
-        cols: source.cols,
-        row_bytes,
-        bytes,
-        tiles,
-        floats,
-    })
+    let bytes = Bytes::Shared(*address, Arc::clone(keep));
+    Ok(CudaWeight { name: name.clone(), ty, rows, cols, row_bytes, bytes, tiles, floats })
 }

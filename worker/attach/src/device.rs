@@ -2,15 +2,16 @@
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ds4_kernels::cuda::driver::{Access, Context, CudaError, DeviceInfo, Physical, Space, Staging, device, vmm};
-use ds4_manifests::{Backend, LAYOUT_GGUF, TensorEntry, WeightManifest};
+use ds4_manifests::{Backend, LAYOUT_GGUF, LAYOUT_TILES, TensorEntry, WeightManifest};
 
-use crate::{AttachError, Lease};
+use crate::{AttachError, Lease, Place, Tensors};
 
 /// Layout tags whose tensors this version can compute with.
-const KNOWN_LAYOUTS: [&str; 1] = [LAYOUT_GGUF];
+const KNOWN_LAYOUTS: [&str; 2] = [LAYOUT_GGUF, LAYOUT_TILES];
 /// Bytes that are copied back at a time when hashes are compared.
 const READ_BACK: usize = 4 << 20;
 /// Threads that hash what is copied back; the bus is full by then.
@@ -26,7 +27,18 @@ pub struct DeviceWeights {
     /// What the owner published.
     pub manifest: WeightManifest,
     offsets: Vec<u64>,
-    space: Space,
+    space: Arc<Space>,
+}
+
+impl Tensors for DeviceWeights {
+    fn manifest(&self) -> &WeightManifest {
+        &self.manifest
+    }
+
+    fn place(&self, entry: &TensorEntry) -> Option<Place> {
+        let keep = Arc::clone(&self.space) as _;
+        Some(Place::Device { address: self.address(entry)?, tiled: self.tiled(), keep })
+    }
 }
 
 /// A successful attach to weights on a device.
@@ -69,7 +81,12 @@ impl DeviceWeights {
         if end > 0 {
             space.allow(0, end, Access::Read).map_err(failed(format!("read access to `{model}`")))?;
         }
-        Ok(Self { manifest, offsets, space })
+        Ok(Self { manifest, offsets, space: Arc::new(space) })
+    }
+
+    /// Whether matrices lie in tiles.
+    pub fn tiled(&self) -> bool {
+        matches!(&self.manifest.backend, Backend::CudaVmm { layout, .. } if layout == LAYOUT_TILES)
     }
 
     /// The entry and device address of a tensor, or `None` when the manifest has no such tensor.
@@ -151,7 +168,7 @@ fn check_backend(manifest: &WeightManifest, own: &DeviceInfo) -> Result<u64, Att
                 return Err(AttachError::OtherDevice { model: model(), held, own });
             }
             if !KNOWN_LAYOUTS.contains(&layout.as_str()) {
-                let known = "`gguf`";
+                let known = "`gguf` and `tiles-16x256`";
                 return Err(AttachError::UnknownLayout { model: model(), layout: layout.clone(), known });
             }
             Ok(*granularity)

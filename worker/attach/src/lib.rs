@@ -1,6 +1,7 @@
 //! Attaching to a weight owner: socket → lease → descriptors → read-only mapping → verified manifest.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ds4_manifests::{TensorEntry, WeightManifest};
@@ -35,6 +36,42 @@ impl Weights {
         let entry = self.manifest.tensors.iter().find(|t| t.name == name)?;
         let chunk = self.chunks.get(entry.chunk as usize)?;
         Some((entry, chunk.slice(entry.offset, entry.len)?))
+    }
+}
+
+/// Where a tensor's bytes are.
+#[derive(Clone)]
+pub enum Place {
+    /// In this process's memory.
+    Host(SharedBytes),
+    /// In a device's memory.
+    Device {
+        /// Address of the first byte, for the device.
+        address: u64,
+        /// Whether it lies in the device's tiles, where it has them ([`ds4_manifests::LAYOUT_TILES`]).
+        tiled: bool,
+        /// Keeps the mapping.
+        keep: Arc<dyn Send + Sync>,
+    },
+}
+
+/// Weights that a model can be bound to, wherever they are.
+pub trait Tensors {
+    /// What the owner published.
+    fn manifest(&self) -> &WeightManifest;
+
+    /// Where the tensor of this entry is; `None` when its range lies outside its chunk.
+    fn place(&self, entry: &TensorEntry) -> Option<Place>;
+}
+
+impl Tensors for Weights {
+    fn manifest(&self) -> &WeightManifest {
+        &self.manifest
+    }
+
+    fn place(&self, entry: &TensorEntry) -> Option<Place> {
+        let chunk = self.chunks.get(usize::try_from(entry.chunk).ok()?)?;
+        Some(Place::Host(chunk.slice(entry.offset, entry.len)?))
     }
 }
 

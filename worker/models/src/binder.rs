@@ -2,8 +2,8 @@
 
 use std::collections::{HashMap, HashSet};
 
-use ds4_attach::Weights;
-use ds4_kernels::{Device, TensorSource};
+use ds4_attach::{Place, Tensors};
+use ds4_kernels::{Device, DeviceTensor, TensorSource};
 use ds4_manifests::TensorEntry;
 
 use crate::ModelError;
@@ -11,15 +11,15 @@ use crate::ModelError;
 /// Binds tensors of one model to one device.
 pub struct Binder<'a, D: Device> {
     device: &'a D,
-    weights: &'a Weights,
+    weights: &'a dyn Tensors,
     entries: HashMap<&'a str, &'a TensorEntry>,
     bound: HashSet<&'a str>,
 }
 
 impl<'a, D: Device> Binder<'a, D> {
     /// A binder that has bound nothing yet.
-    pub fn new(device: &'a D, weights: &'a Weights) -> Self {
-        let entries = weights.manifest.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+    pub fn new(device: &'a D, weights: &'a dyn Tensors) -> Self {
+        let entries = weights.manifest().tensors.iter().map(|t| (t.name.as_str(), t)).collect();
         Self { device, weights, entries, bound: HashSet::new() }
     }
 
@@ -61,11 +61,8 @@ impl<'a, D: Device> Binder<'a, D> {
         if !same {
             return Err(ModelError::Bind(format!("tensor {name} has shape {:?}, not {shape:?}", entry.shape)));
         }
-        let bytes = usize::try_from(entry.chunk)
-            .ok()
-            .and_then(|c| self.weights.chunks.get(c))
-            .and_then(|c| c.slice(entry.offset, entry.len))
-            .ok_or_else(|| ModelError::Bind(format!("tensor {name} lies outside chunk {}", entry.chunk)))?;
+        let place = self.weights.place(entry);
+        let place = place.ok_or_else(|| ModelError::Bind(format!("tensor {name} lies outside chunk {}", entry.chunk)))?;
         let (cols, rows) = (shape[0], shape[1..].iter().product::<usize>());
         let want = entry.ty.row_bytes(cols as u64).and_then(|b| b.checked_mul(rows as u64));
         if want != Some(entry.len) {
@@ -75,8 +72,13 @@ impl<'a, D: Device> Binder<'a, D> {
             )));
         }
         self.bound.insert(key);
-        let source = TensorSource { name: name.to_owned(), ty: entry.ty, cols, rows, bytes };
-        Ok(self.device.bind(&source)?)
+        let (name, ty) = (name.to_owned(), entry.ty);
+        Ok(match place {
+            Place::Host(bytes) => self.device.bind(&TensorSource { name, ty, cols, rows, bytes })?,
+            Place::Device { address, tiled, keep } => {
+                self.device.bind_device(&DeviceTensor { name, ty, cols, rows, address, len: entry.len, tiled, keep })?
+            }
+        })
     }
 
     /// Ends the binding. A tensor that nothing was done with is an error: a weight that is silently left out (a bias, a RoPE
@@ -85,11 +87,11 @@ impl<'a, D: Device> Binder<'a, D> {
     /// # Errors
     /// [`ModelError::Bind`] naming the first such tensor.
     pub fn finish(self) -> Result<(), ModelError> {
-        match self.weights.manifest.tensors.iter().find(|t| !self.bound.contains(t.name.as_str())) {
+        match self.weights.manifest().tensors.iter().find(|t| !self.bound.contains(t.name.as_str())) {
             None => Ok(()),
             Some(t) => Err(ModelError::Bind(format!(
                 "tensor {} is not one that family {} computes with",
-                t.name, self.weights.manifest.model.family
+                t.name, self.weights.manifest().model.family
             ))),
         }
     }

@@ -1,11 +1,13 @@
 //! The primary context of a device, shared by everything in a process that uses the device.
 
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use cudarc::driver::sys;
 
 use super::error::check;
+use super::queue::Queue;
 use super::{CudaError, DeviceInfo, Driver, device};
 
 /// A retained primary context. Clones share it; the last one gives it back, and with it all memory of the process on the
@@ -21,10 +23,13 @@ struct Inner {
     device: sys::CUdevice,
     info: DeviceInfo,
     driver: Driver,
+    /// Of streams that have ever been held.
+    queues: Mutex<Vec<Weak<Queue>>>,
+    watching: AtomicBool,
 }
 
 // SAFETY: a context may be current in, and used by, any number of threads at once (driver API reference, "Context
-// Management"); the fields never change.
+// Management"); what changes is behind a mutex.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -47,7 +52,7 @@ impl Context {
         let mut raw = null_mut();
         // SAFETY: the pointer is valid for the call; the device is the driver's own.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
-        let context = Self { inner: Arc::new(Inner { raw, device, info, driver }) };
+        let context = Self { inner: Arc::new(Inner { raw, device, info, driver, queues: Mutex::default(), watching: AtomicBool::new(false) }) };
         context.bind()?;
         Ok(context)
     }
@@ -60,6 +65,24 @@ impl Context {
     pub fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context is retained as long as `self` lives.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.inner.raw) })
+    }
+
+    /// Lets [`Context::flush_quietly`] know of a queue.
+    pub(super) fn watch(&self, queue: &Arc<Queue>) {
+        let mut queues = self.inner.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        if !queues.iter().any(|q| std::ptr::eq(q.as_ptr(), Arc::as_ptr(queue))) {
+            queues.retain(|q| q.strong_count() > 0);
+            queues.push(Arc::downgrade(queue));
+            self.inner.watching.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Starts what streams hold back: to be called before memory that it may use is given back. The context is current.
+    pub(super) fn flush_quietly(&self) {
+        if self.inner.watching.load(Ordering::Relaxed) {
+            let queues = self.inner.queues.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            queues.iter().filter_map(Weak::upgrade).for_each(|q| q.flush_quietly(self));
+        }
     }
 
     /// The device.
@@ -90,6 +113,7 @@ impl Context {
     /// What one of these operations failed with.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.bind()?;
+        self.flush_quietly();
         // SAFETY: a context is current.
         check("cuCtxSynchronize", unsafe { sys::cuCtxSynchronize() })
     }

@@ -24,16 +24,26 @@ impl Graph {
     /// # Errors
     /// What `work` failed with; or it did something that cannot be recorded (waiting for the device, allocating).
     pub fn record<E: From<CudaError>>(stream: &Stream, work: impl FnOnce() -> Result<(), E>) -> Result<Self, E> {
-        let context = stream.context().clone();
+        stream.ready()?;
+        Self::record_in(stream.context(), stream.raw(), work)
+    }
+
+    /// As [`Graph::record`], in a stream by its handle, which is alive.
+    pub(super) fn record_in<E: From<CudaError>>(
+        context: &Context,
+        stream: sys::CUstream,
+        work: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Self, E> {
+        let context = context.clone();
         context.bind()?;
         // SAFETY: the stream lives. Only this thread's calls are recorded or refused.
         check("cuStreamBeginCapture_v2", unsafe {
-            sys::cuStreamBeginCapture_v2(stream.raw(), Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            sys::cuStreamBeginCapture_v2(stream, Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
         })?;
         let done = work();
         let mut graph = null_mut();
         // SAFETY: the pointer is valid for the call. Ends the capture also after a failure, or the stream would stay in it.
-        let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream.raw(), &raw mut graph) });
+        let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream, &raw mut graph) });
         let made = done.and_then(|()| {
             ended?;
             let mut raw = null_mut();
@@ -56,9 +66,19 @@ impl Graph {
     /// # Errors
     /// The context is lost.
     pub unsafe fn launch(&mut self, stream: &Stream) -> Result<(), CudaError> {
+        stream.ready()?;
+        // SAFETY: the caller's promise; the stream lives.
+        unsafe { self.launch_in(stream.raw()) }
+    }
+
+    /// As [`Graph::launch`], in a stream by its handle.
+    ///
+    /// # Safety
+    /// As for [`Graph::launch`], and the stream is alive.
+    pub(super) unsafe fn launch_in(&mut self, stream: sys::CUstream) -> Result<(), CudaError> {
         self.context.bind()?;
         // SAFETY: both live; the memory is the caller's promise.
-        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.raw, stream.raw()) })
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.raw, stream) })
     }
 }
 

@@ -46,6 +46,7 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
+            self.context.flush_quietly();
             // SAFETY: allocated once, freed once; the driver waits for work that still uses it.
             let _ = unsafe { sys::cuMemFree_v2(self.start) };
         }
@@ -61,7 +62,7 @@ impl Stream {
     /// # Errors
     /// What the copy, or something before it in the stream, failed with.
     pub unsafe fn upload(&self, to: DevicePtr, bytes: &[u8]) -> Result<(), CudaError> {
-        self.context().bind()?;
+        self.ready()?;
         // SAFETY: the source lives until the wait below, the destination is the caller's promise.
         let started = check("cuMemcpyHtoDAsync_v2", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), self.raw())
@@ -81,7 +82,7 @@ impl Stream {
         let Some(source) = from.get(..len) else {
             return Err(CudaError::Range(format!("{len} bytes of a buffer of {}", from.len())));
         };
-        self.context().bind()?;
+        self.ready()?;
         // SAFETY: the caller's promise.
         check("cuMemcpyHtoDAsync_v2", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, source.as_ptr().cast(), len, self.raw())
@@ -96,7 +97,7 @@ impl Stream {
     /// # Errors
     /// What the copy, or something before it in the stream, failed with.
     pub unsafe fn download(&self, from: DevicePtr, out: &mut [u8]) -> Result<(), CudaError> {
-        self.context().bind()?;
+        self.ready()?;
         // SAFETY: the target is ours until the wait below, the source is the caller's promise.
         let started = check("cuMemcpyDtoHAsync_v2", unsafe {
             sys::cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.raw())
@@ -114,6 +115,9 @@ impl Stream {
     /// The context is lost.
     pub unsafe fn copy(&self, to: DevicePtr, from: DevicePtr, len: usize) -> Result<(), CudaError> {
         self.context().bind()?;
+        if self.queue().is_holding() {
+            return self.queue().copy(self.context(), to, from, len);
+        }
         // SAFETY: the caller's promise.
         check("cuMemcpyDtoDAsync_v2", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, len, self.raw()) })
     }
@@ -126,7 +130,7 @@ impl Stream {
     /// # Errors
     /// The context is lost.
     pub unsafe fn fill(&self, to: DevicePtr, value: u8, len: usize) -> Result<(), CudaError> {
-        self.context().bind()?;
+        self.ready()?;
         // SAFETY: the caller's promise.
         check("cuMemsetD8Async", unsafe { sys::cuMemsetD8Async(to, value, len, self.raw()) })
     }

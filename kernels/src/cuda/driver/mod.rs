@@ -10,6 +10,7 @@
 //! | [`memory`] | plain device memory; copies in a stream's order |
 //! | [`module`] | compiled kernels and their launches |
 //! | [`graph`] | recorded runs of a stream |
+//! | [`queue`] | launches held back, and the graphs that they are replayed as |
 //! | [`vmm`] | physical memory with descriptors, address space, and the mappings between them |
 //!
 //! Every owner holds the context that it lives in, and frees what it owns on drop; fields are declared in the order in
@@ -23,6 +24,7 @@ pub mod graph;
 pub mod memory;
 pub mod module;
 pub mod pinned;
+pub mod queue;
 pub mod stream;
 pub mod vmm;
 
@@ -37,6 +39,7 @@ pub use graph::Graph;
 pub use memory::Memory;
 pub use module::{Function, KernelArg, Module};
 pub use pinned::{Pinned, Staging};
+pub use queue::Held;
 pub use stream::{Event, Stream};
 pub use vmm::{Access, Physical, Space};
 

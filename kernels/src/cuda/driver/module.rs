@@ -156,6 +156,11 @@ impl Stream {
             return Ok(());
         }
         self.context().bind()?;
+        if self.queue().is_holding() {
+            let args = args.iter().map(|a| (a.address().cast_const().cast(), a.size()));
+            // SAFETY: arguments are alive and of their sizes, which were compared with the function's.
+            return unsafe { self.queue().launch(self.context(), function.raw, (grid, block, shared), args) };
+        }
         let mut params: Vec<*mut c_void> = args.iter().map(|a| a.address()).collect();
         // SAFETY: the function is of this context; as many parameters as it has, each of its size, alive for the call (the driver
         // copies them); what they point to is the caller's promise.

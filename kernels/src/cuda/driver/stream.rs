@@ -1,15 +1,18 @@
 //! Streams (orders of execution on the device) and events (points in them).
 
 use std::ptr::null_mut;
+use std::sync::Arc;
 
 use cudarc::driver::sys::{self, CUevent_flags_enum as EventFlags, CUstream_flags_enum as StreamFlags};
 
 use super::error::check;
+use super::queue::Queue;
 use super::{Context, CudaError};
 
 /// A stream that does not wait for the default stream.
 #[derive(Debug)]
 pub struct Stream {
+    queue: Arc<Queue>,
     raw: sys::CUstream,
     context: Context,
 }
@@ -30,7 +33,7 @@ impl Stream {
         let flags = StreamFlags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the pointer is valid for the call, and a context is current.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut raw, flags) })?;
-        Ok(Self { raw, context: context.clone() })
+        Ok(Self { queue: Arc::new(Queue::new(raw)), raw, context: context.clone() })
     }
 
     /// Waits until everything in it is done.
@@ -38,7 +41,7 @@ impl Stream {
     /// # Errors
     /// What one of the operations failed with.
     pub fn synchronize(&self) -> Result<(), CudaError> {
-        self.context.bind()?;
+        self.ready()?;
         // SAFETY: the stream lives as long as `self`.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
     }
@@ -48,7 +51,7 @@ impl Stream {
     /// # Errors
     /// The context is lost.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
-        self.context.bind()?;
+        self.ready()?;
         // SAFETY: both live; the driver keeps what it needs of a recorded event.
         check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) })
     }
@@ -56,6 +59,17 @@ impl Stream {
     /// Its context.
     pub fn context(&self) -> &Context {
         &self.context
+    }
+
+    /// Makes the context current and starts what is held back: to be called before anything is put into the stream.
+    pub(super) fn ready(&self) -> Result<(), CudaError> {
+        self.context.bind()?;
+        self.queue.flush(&self.context)
+    }
+
+    /// What is held back.
+    pub(super) fn queue(&self) -> &Arc<Queue> {
+        &self.queue
     }
 
     /// The driver's handle, valid as long as `self`.
@@ -67,6 +81,8 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         if self.context.bind().is_ok() {
+            self.queue.flush_quietly(&self.context);
+            self.queue.close();
             // SAFETY: created once, destroyed once; the driver finishes what is in it.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
@@ -116,7 +132,7 @@ impl Event {
     /// # Errors
     /// The context is lost.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
-        self.context.bind()?;
+        stream.ready()?;
         // SAFETY: both live.
         check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw) })
     }

@@ -1,6 +1,6 @@
 //! The forward pass: residual streams through the blocks, then the head.
 
-use ds4_attach::Weights;
+use ds4_attach::Tensors;
 use ds4_kernels::math::yarn;
 use ds4_kernels::ops::{HyperOps, KvNumerics, MoeOps, SparseOps};
 use ds4_kernels::{BatchPlan, StateSpec};
@@ -35,8 +35,8 @@ pub struct DeepseekV4<D: SparseOps + HyperOps + MoeOps> {
 
 impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
     /// Binds every tensor and allocates the buffers.
-    pub fn build(device: &D, weights: &Weights, numerics: KvNumerics) -> Result<Self, ModelError> {
-        let p = Params::from_metadata(&weights.manifest.metadata)?;
+    pub fn build(device: &D, weights: &dyn Tensors, numerics: KvNumerics) -> Result<Self, ModelError> {
+        let p = Params::from_metadata(&weights.manifest().metadata)?;
         let (spec, slots) = state_spec(&p, numerics);
         let mut b = Binder::new(device, weights);
         let global = bind_global(&mut b, &p)?;

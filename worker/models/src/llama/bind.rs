@@ -1,6 +1,6 @@
 //! The llama weights, bound.
 
-use ds4_attach::Weights;
+use ds4_attach::Tensors;
 use ds4_kernels::Device;
 
 use super::params::LlamaParams;
@@ -48,7 +48,7 @@ impl<D: Device> LlamaWeights<D> {
     ///
     /// # Errors
     /// [`ModelError`] naming the tensor.
-    pub fn bind(device: &D, weights: &Weights, p: &LlamaParams) -> Result<Self, ModelError> {
+    pub fn bind(device: &D, weights: &dyn Tensors, p: &LlamaParams) -> Result<Self, ModelError> {
         let mut b = Binder::new(device, weights);
         let vocab = match b.shape("token_embd.weight") {
             Some([_, rows]) => usize::try_from(*rows).unwrap_or(0),

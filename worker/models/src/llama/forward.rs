@@ -3,7 +3,7 @@
 //! Source of the formulas: "LLaMA: Open and Efficient Foundation Language Models" (arXiv 2302.13971), section 2.2, and
 //! grouped-query attention of arXiv 2305.13245.
 
-use ds4_attach::Weights;
+use ds4_attach::Tensors;
 use ds4_kernels::{Attention, BatchPlan, Device, Rope, StateKind, StateSpec, StateType};
 
 use super::bind::LlamaWeights;
@@ -46,8 +46,8 @@ impl<D: Device> Llama<D> {
     ///
     /// # Errors
     /// [`ModelError`] naming the metadata key or tensor that does not fit.
-    pub fn build(device: &D, weights: &Weights) -> Result<Self, ModelError> {
-        let p = LlamaParams::from_metadata(&weights.manifest.metadata)?;
+    pub fn build(device: &D, weights: &dyn Tensors) -> Result<Self, ModelError> {
+        let p = LlamaParams::from_metadata(&weights.manifest().metadata)?;
         let bound = LlamaWeights::bind(device, weights, &p)?;
         let row = StateKind::Append { width: p.kv_width(), ty: StateType::F16 };
         let layer_attention = (0..p.layers)

@@ -5,7 +5,7 @@
 
 mod draft;
 
-use ds4_attach::Weights;
+use ds4_attach::Tensors;
 use ds4_kernels::ops::{HyperOps, HyperWeights, KvNumerics, MoeOps, SparseOps};
 use ds4_kernels::{Device, StateKind, StateSpec};
 
@@ -99,7 +99,7 @@ impl<D: SparseOps + HyperOps + MoeOps> Mtp<D> {
         device: &D,
         p: &Params,
         numerics: KvNumerics,
-        weights: &Weights,
+        weights: &dyn Tensors,
         settings: MtpSettings,
     ) -> Result<Self, ModelError> {
         let kind = p.mtp_kind()?;
@@ -158,7 +158,7 @@ impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
     ///
     /// # Errors
     /// [`ModelError`] when a tensor is missing, does not fit the model, or is not one of the block's.
-    pub fn attach_mtp(&mut self, device: &D, weights: &Weights, settings: MtpSettings) -> Result<(), ModelError> {
+    pub fn attach_mtp(&mut self, device: &D, weights: &dyn Tensors, settings: MtpSettings) -> Result<(), ModelError> {
         self.mtp = Some(Mtp::build(device, &self.p, self.numerics, weights, settings)?);
         Ok(())
     }

@@ -1,0 +1,304 @@
+//! Launches held back, so that a run of them that comes again is replayed as one graph.
+//!
+//! A decode step of DeepSeek V4 Flash is over a thousand short kernels. Started one by one, each costs the host 2 to 3 µs, which is
+//! longer than many of them run; as graphs they cost it a few calls. While a stream is held ([`Stream::hold`]), its launches and
+//! copies on the device are collected. Every [`SEGMENT`] of them, and whenever something needs them to have been started, they go to
+//! the device: the first time as they are, the second time they are recorded as a graph, and from then on that graph is
+//! launched, so that the device works on one segment while the host collects the next.
+//!
+//! A graph is found by everything that its launches consist of: functions, shapes, and every byte of their arguments, compared and
+//! not only hashed. So it does what the launches would have done, whoever made them; there is nothing to invalidate when buffers
+//! move or models change. What varies from step to step (tokens, positions, lengths, addresses of banks) must therefore be device
+//! data and not arguments.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::c_void;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::sys;
+
+use super::error::check;
+use super::{Context, CudaError, Graph, Stream};
+
+/// Operations that are started together: enough that a graph's own launch (about 10 µs) is little of it, few enough that the device
+/// does not wait for the host to collect a whole step.
+const SEGMENT: usize = 192;
+/// Shorter runs are not worth a graph.
+const MIN_GRAPH: usize = 8;
+/// Most graphs, and most runs that were seen once: more are forgotten, all at once. A sequence of 65,536 tokens needs 24 depths of
+/// some 8 segments.
+const MAX_GRAPHS: usize = 1024;
+const MAX_SEEN: usize = 4096;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Node {
+    Launch { function: sys::CUfunction, grid: [u32; 3], block: [u32; 3], shared: u32, first: usize, count: usize },
+    Copy { to: u64, from: u64, len: usize },
+}
+
+/// Operations with their arguments.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Work {
+    nodes: Vec<Node>,
+    /// Where each argument begins in `words`.
+    offsets: Vec<usize>,
+    /// The arguments' bytes, each from a word of its own on.
+    words: Vec<u64>,
+}
+
+impl Work {
+    fn hash(&self) -> u64 {
+        let mut h = 0xcbf2_9ce4_8422_2325_u64;
+        let mut mix = |v: u64| h = (h.rotate_left(5) ^ v).wrapping_mul(0x517c_c1b7_2722_0a95);
+        for node in &self.nodes {
+            match node {
+                Node::Launch { function, grid, block, shared, count, .. } => {
+                    mix(function.addr() as u64);
+                    grid.iter().chain(block).chain([shared]).for_each(|v| mix(u64::from(*v)));
+                    mix(*count as u64);
+                }
+                Node::Copy { to, from, len } => [*to, *from, *len as u64].into_iter().for_each(&mut mix),
+            }
+        }
+        self.words.iter().for_each(|w| mix(*w));
+        h
+    }
+
+    /// Starts everything in `stream`.
+    fn issue(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+        let mut params: Vec<*mut c_void> = Vec::new();
+        for node in &self.nodes {
+            match *node {
+                Node::Launch { function, grid, block, shared, first, count } => {
+                    params.clear();
+                    let offsets = self.offsets.get(first..first + count).unwrap_or_default();
+                    params.extend(offsets.iter().filter_map(|at| self.words.get(*at)).map(|w| std::ptr::from_ref(w).cast_mut().cast()));
+                    // SAFETY: function and arguments were checked against each other by `Stream::launch`, which copied the arguments;
+                    // what they point to is its caller's promise. The driver only reads them.
+                    check("cuLaunchKernel", unsafe {
+                        sys::cuLaunchKernel(
+                            function, grid[0], grid[1], grid[2], block[0], block[1], block[2], shared, stream, params.as_mut_ptr(), null_mut(),
+                        )
+                    })?;
+                }
+                Node::Copy { to, from, len } => {
+                    // SAFETY: the promise of whoever called `Stream::copy`.
+                    check("cuMemcpyDtoDAsync_v2", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, len, stream) })?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn clear(&mut self) {
+        self.nodes.clear();
+        self.offsets.clear();
+        self.words.clear();
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    work: Work,
+    graphs: HashMap<u64, Vec<(Work, Graph)>>,
+    count: usize,
+    seen: HashSet<u64>,
+    /// An error that nobody has been told yet.
+    failed: Option<CudaError>,
+    closed: bool,
+}
+
+/// What a stream holds back.
+#[derive(Debug)]
+pub(super) struct Queue {
+    stream: sys::CUstream,
+    holding: AtomicBool,
+    replayed: AtomicU64,
+    started: AtomicU64,
+    state: Mutex<State>,
+}
+
+// SAFETY: streams and functions are handles that any thread with the context current may use; what changes is behind a mutex.
+unsafe impl Send for Queue {}
+// SAFETY: as above.
+unsafe impl Sync for Queue {}
+
+impl Queue {
+    pub(super) fn new(stream: sys::CUstream) -> Self {
+        let (replayed, started) = (AtomicU64::new(0), AtomicU64::new(0));
+        Self { stream, holding: AtomicBool::new(false), replayed, started, state: Mutex::default() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn is_holding(&self) -> bool {
+        self.holding.load(Ordering::Relaxed)
+    }
+
+    /// Keeps a launch whose arguments lie at these addresses with these sizes.
+    ///
+    /// # Safety
+    /// They do, and function and arguments fit each other.
+    pub(super) unsafe fn launch(
+        &self,
+        context: &Context,
+        function: sys::CUfunction,
+        (grid, block, shared): ([u32; 3], [u32; 3], u32),
+        args: impl Iterator<Item = (*const u8, usize)>,
+    ) -> Result<(), CudaError> {
+        let mut state = self.state();
+        let work = &mut state.work;
+        let first = work.offsets.len();
+        for (from, size) in args {
+            let at = work.words.len();
+            work.offsets.push(at);
+            work.words.resize(at + size.div_ceil(8), 0);
+            // SAFETY: the words from `at` on are `size` bytes or more; the source is the caller's promise.
+            unsafe { std::ptr::copy_nonoverlapping(from, work.words[at..].as_mut_ptr().cast::<u8>(), size) };
+        }
+        let count = work.offsets.len() - first;
+        work.nodes.push(Node::Launch { function, grid, block, shared, first, count });
+        self.flush_if_long(context, state)
+    }
+
+    pub(super) fn copy(&self, context: &Context, to: u64, from: u64, len: usize) -> Result<(), CudaError> {
+        let mut state = self.state();
+        state.work.nodes.push(Node::Copy { to, from, len });
+        self.flush_if_long(context, state)
+    }
+
+    fn flush_if_long(&self, context: &Context, state: MutexGuard<'_, State>) -> Result<(), CudaError> {
+        if state.work.nodes.len() < SEGMENT { Ok(()) } else { self.start(context, state) }
+    }
+
+    /// Starts what is held back. The context is current.
+    pub(super) fn flush(&self, context: &Context) -> Result<(), CudaError> {
+        if !self.is_holding() {
+            return Ok(());
+        }
+        self.start(context, self.state())
+    }
+
+    /// As [`Queue::flush`], for those who cannot pass an error on: it is told to the next one who can.
+    pub(super) fn flush_quietly(&self, context: &Context) {
+        if self.is_holding()
+            && let Err(e) = self.start(context, self.state())
+        {
+            self.state().failed.get_or_insert(e);
+        }
+    }
+
+    fn start(&self, context: &Context, mut state: MutexGuard<'_, State>) -> Result<(), CudaError> {
+        if let Some(e) = state.failed.take() {
+            state.work.clear();
+            return Err(e);
+        }
+        if state.closed {
+            state.work.clear();
+        }
+        let n = state.work.nodes.len();
+        if n == 0 {
+            return Ok(());
+        }
+        let state = &mut *state;
+        let hash = state.work.hash();
+        if let Some((_, graph)) = state.graphs.get_mut(&hash).and_then(|all| all.iter_mut().find(|(w, _)| *w == state.work)) {
+            self.replayed.fetch_add(n as u64, Ordering::Relaxed);
+            state.work.clear();
+            // SAFETY: its memory is what the same launches would have used.
+            return unsafe { graph.launch_in(self.stream) };
+        }
+        self.started.fetch_add(n as u64, Ordering::Relaxed);
+        if n < MIN_GRAPH || !state.seen.remove(&hash) {
+            if state.seen.len() >= MAX_SEEN {
+                state.seen.clear();
+            }
+            state.seen.insert(hash);
+            let done = state.work.issue(self.stream);
+            state.work.clear();
+            return done;
+        }
+        if state.count >= MAX_GRAPHS {
+            state.graphs.clear();
+            state.count = 0;
+        }
+        let work = std::mem::take(&mut state.work);
+        let mut graph = Graph::record_in(context, self.stream, || work.issue(self.stream))?;
+        // SAFETY: what it consists of was to be started now.
+        unsafe { graph.launch_in(self.stream) }?;
+        state.count += 1;
+        state.graphs.entry(hash).or_default().push((work, graph));
+        Ok(())
+    }
+
+    /// The stream is about to go.
+    pub(super) fn close(&self) {
+        let mut state = self.state();
+        state.closed = true;
+        state.work.clear();
+        state.graphs.clear();
+    }
+}
+
+/// Holds a stream; see the module's description.
+#[derive(Debug)]
+pub struct Held {
+    queue: Arc<Queue>,
+    context: Context,
+}
+
+impl Held {
+    /// Starts what was held back, and later launches at once.
+    ///
+    /// # Errors
+    /// What a launch failed with.
+    pub fn release(self) -> Result<(), CudaError> {
+        self.context.bind()?;
+        self.queue.flush(&self.context)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // Nothing is left after a `release`.
+        self.queue.flush_quietly(&self.context);
+        self.queue.holding.store(false, Ordering::Relaxed);
+    }
+}
+
+impl Stream {
+    /// Holds launches and device copies back until they are needed or the result is released. Anything else that is done in
+    /// the stream starts them first, and so does giving memory of the context back; other streams do not know of them.
+    pub fn hold(&self) -> Held {
+        self.queue().holding.store(true, Ordering::Relaxed);
+        self.context().watch(self.queue());
+        Held { queue: Arc::clone(self.queue()), context: self.context().clone() }
+    }
+
+    /// Operations that were replayed in graphs, and that were started one by one, while it was held.
+    pub fn replayed(&self) -> (u64, u64) {
+        (self.queue().replayed.load(Ordering::Relaxed), self.queue().started.load(Ordering::Relaxed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn works_are_equal_when_every_byte_is() {
+        let work = |arg: u64, shared: u32| Work {
+            nodes: vec![Node::Launch { function: null_mut(), grid: [1; 3], block: [32, 1, 1], shared, first: 0, count: 1 }],
+            offsets: vec![0],
+            words: vec![arg],
+        };
+        assert_eq!((work(1, 0), work(1, 0).hash()), (work(1, 0), work(1, 0).hash()));
+        for other in [work(2, 0), work(1, 4)] {
+            assert!(other != work(1, 0) && other.hash() != work(1, 0).hash());
+        }
+    }
+}
