@@ -53,11 +53,15 @@ struct Checkpoint {
 impl Checkpoint {
     /// The committed one, as transformers saved it.
     fn saved() -> Self {
-        let bytes = std::fs::read(fixture("saved/model.safetensors")).unwrap();
+        Self::read("saved")
+    }
+
+    fn read(name: &str) -> Self {
+        let bytes = std::fs::read(fixture(&format!("{name}/model.safetensors"))).unwrap();
         let stored = SafeTensors::deserialize(&bytes).unwrap();
         let tensors = stored.tensors().into_iter();
         let tensors = tensors.map(|(n, v)| (n, (v.dtype(), v.shape().to_vec(), v.data().to_vec()))).collect();
-        let config = serde_json::from_slice(&std::fs::read(fixture("saved/config.json")).unwrap()).unwrap();
+        let config = serde_json::from_slice(&std::fs::read(fixture(&format!("{name}/config.json"))).unwrap()).unwrap();
         Self { config, tensors }
     }
 
@@ -197,6 +201,30 @@ fn dequantised(w: &Weights) -> Weights {
     Weights { manifest, chunks: vec![chunk] }
 }
 
+/// The largest error of any of transformers' logits, relative to their spread.
+fn worst_error(model: &mut Lone, case: &Value, reference: &str, spread: &str) -> f64 {
+    let got = model.all_logits(&tokens(&case["ids"]), 64);
+    let bytes = std::fs::read(fixture(reference)).unwrap();
+    let want: Vec<f64> = bytes.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect();
+    let (rows, vocab, spread) = (tokens(&case["rows"]), got[0].len(), case[spread].as_f64().unwrap());
+    assert_eq!(want.len(), rows.len() * vocab);
+    rows.iter().zip(want.chunks_exact(vocab)).fold(0.0f64, |worst, (row, want)| {
+        got[*row as usize].iter().zip(want).fold(worst, |e, (g, w)| e.max((f64::from(*g) - w).abs() / spread))
+    })
+}
+
+#[test]
+fn deepseek_v4_fp8_and_fp4_weights_convert_as_transformers_dequantises_them() {
+    let (sandbox, case) = (Sandbox::new(), case());
+    let file = convert(&sandbox, &fixture("scaled"), "a.gguf", &["--recipe", "f32"]);
+    let mut model = lone(&weights(&file));
+    let worst = worst_error(&mut model, &case, "scaled.f32", "scaled_std");
+    println!("FP8 and FP4: largest error of a logit over the spread: {worst:.2e}");
+    assert!(worst <= 1e-4, "{worst:e}");
+    // The unscaled model is another one.
+    assert!(worst_error(&mut model, &case, "logits.f32", "std") > 0.1);
+}
+
 #[test]
 fn deepseek_v4_a_converted_checkpoint_computes_the_logits_of_transformers() {
     let (sandbox, case) = (Sandbox::new(), case());
@@ -208,16 +236,7 @@ fn deepseek_v4_a_converted_checkpoint_computes_the_logits_of_transformers() {
 
     let ids = tokens(&case["ids"]);
     let mut model = lone(&weights(&file));
-    let got = model.all_logits(&ids, 64);
-    let bytes = std::fs::read(fixture("logits.f32")).unwrap();
-    let want: Vec<f64> = bytes.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect();
-    let (rows, vocab) = (tokens(&case["rows"]), got[0].len());
-    assert_eq!(want.len(), rows.len() * vocab);
-    let spread = case["std"].as_f64().unwrap();
-    let mut worst = 0.0f64;
-    for (row, want) in rows.iter().zip(want.chunks_exact(vocab)) {
-        worst = got[*row as usize].iter().zip(want).fold(worst, |e, (g, w)| e.max((f64::from(*g) - w).abs() / spread));
-    }
+    let worst = worst_error(&mut model, &case, "logits.f32", "std");
     println!("largest error of a logit over the spread: {worst:.2e}");
     assert!(worst <= 1e-4, "{worst:e}");
     let greedy: Vec<u32> = case["greedy"].as_array().unwrap().iter().map(|g| tokens(&json!([g[0]]))[0]).collect();
@@ -358,7 +377,7 @@ fn deepseek_v4_bad_checkpoints_are_refused_by_name_and_leave_nothing() {
         (
             "type",
             |c| c.tensors.get_mut("model.norm.weight").unwrap().0 = Dtype::I32,
-            "model.norm.weight is I32, expected F32, F16, BF16",
+            "model.norm.weight is I32, expected F32, F16, BF16, or FP8",
         ),
         (
             "twice",
@@ -369,9 +388,33 @@ fn deepseek_v4_bad_checkpoints_are_refused_by_name_and_leave_nothing() {
             "model.norm.weight and norm.weight are the same",
         ),
         (
-            "fp8",
+            "no-scale",
+            |c| {
+                *c = Checkpoint::read("scaled");
+                c.tensors.remove("layers.1.attn.wq_b.scale");
+            },
+            "layers.1.attn.wq_b.weight is FP8 or FP4, but layers.1.attn.wq_b.scale is missing",
+        ),
+        (
+            "grid",
+            |c| {
+                *c = Checkpoint::read("scaled");
+                c.tensors.insert("layers.1.ffn.experts.1.w2.scale".into(), (Dtype::F8_E8M0, vec![3, 5], vec![127; 15]));
+            },
+            "layers.1.ffn.experts.1.w2.scale has shape [3, 5], which does not divide [32, 32]",
+        ),
+        (
+            "spare-scale",
             |c| drop(c.tensors.insert("layers.0.attn.wq_a.scale".into(), (Dtype::F8_E8M0, vec![1], vec![127]))),
-            "layers.0.attn.wq_a.scale is a scale",
+            "layers.0.attn.wq_a.scale has no place",
+        ),
+        (
+            "fp8-nan",
+            |c| {
+                *c = Checkpoint::read("scaled");
+                c.tensors.get_mut("layers.2.attn.wkv.weight").unwrap().2[33] = 0x7f;
+            },
+            "layers.2.attn.wkv.weight: element 33 is NaN",
         ),
         (
             "nan",

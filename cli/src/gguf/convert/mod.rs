@@ -30,14 +30,14 @@ use crate::failure::Failure;
 /// `ds4 gguf convert`.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Reads config.json, tokenizer.json and the safetensors files (BF16, F16 or F32; one file or shards with \
-    their index) of a DeepseekV4ForCausalLM, under transformers' names or DeepSeek's. Weights in FP8 or FP4 are refused: \
-    save the model dequantised first. The multi-token prediction block (mtp.*) is left out.\n\n\
+    after_help = "Reads config.json, tokenizer.json and the safetensors files (one, or shards with their index; BF16, F16, \
+    F32, or FP8 and FP4 with scales) of a DeepseekV4ForCausalLM, under transformers' names or DeepSeek's. The multi-token \
+    prediction block (mtp.*) is left out.\n\n\
     Classes of --type: embedding, output, attention, shared (shared experts), experts (gate and up), experts-down, small \
     (routers, compressors, indexers), mixer (hyper-connections). Norms, biases and sinks stay F32.\n\n\
     A model of the catalog's exact shape and types is served as it is; any other needs --allow-dev-models of the owner.\n\n\
     Examples:\n  \
-    ds4 gguf convert --from DeepSeek-V4-Flash-bf16 --recipe q2 -o flash-q2.gguf\n  \
+    ds4 gguf convert --from DeepSeek-V4-Flash --recipe q2 -o flash-q2.gguf\n  \
     ds4 gguf convert --from small-v4 --recipe q2 --type experts@4-5=q4_k --type experts-down@4-5=q4_k -o mixed.gguf"
 )]
 pub struct ConvertArgs {
