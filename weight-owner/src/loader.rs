@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use ds4_manifests::catalog::Entry;
+use ds4_manifests::catalog::{CatalogError, Known};
 use ds4_manifests::{
     Backend, Catalog, Chunk, GgufModel, Layout, ModelIdentity, WeightManifest, content_hash, encode, plan_layout,
 };
@@ -36,7 +36,8 @@ const TICK: Duration = Duration::from_millis(100);
 pub struct Prepared {
     model: GgufModel,
     layout: Layout,
-    entry: &'static Entry,
+    /// Contents of the artifact's files that were checked.
+    known: &'static [Known],
     manifest: WeightManifest,
     /// What it takes.
     pub plan: Plan,
@@ -48,16 +49,15 @@ pub struct Prepared {
 /// The file is bad, or no catalog entry fits.
 pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
     let model = GgufModel::open(&job.path)?;
-    let found = Catalog::builtin()
-        .identify(&model.metadata, &model.tensors, job.allow_dev_models)
+    let found = identify(&model, job.allow_dev_models)
         .map_err(|e| Failure::model(e.code(), format!("{}: {e}", job.path.display())))?;
     let layout = plan_layout(&model.tensors);
-    let name = if job.name.is_empty() { found.served_name } else { job.name.clone() };
+    let name = if job.name.is_empty() { found.name } else { job.name.clone() };
     let chunks: Vec<Chunk> = layout.chunks.iter().map(|len| Chunk { len: *len, blake3: [0; 32] }).collect();
     let manifest = WeightManifest {
         model: ModelIdentity {
-            family: found.family.name.clone(),
-            artifact: found.entry.id.clone(),
+            family: found.family.clone(),
+            artifact: found.artifact.clone(),
             name: name.clone(),
             content: [0; 32],
             known: false,
@@ -74,8 +74,8 @@ pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
     })?;
     let plan = Plan {
         model: name,
-        family: found.family.name.clone(),
-        artifact: found.entry.id.clone(),
+        family: found.family,
+        artifact: found.artifact,
         synthetic: model.metadata.is_synthetic(),
         weight_bytes: layout.total_bytes(),
         metadata_bytes: metadata_bytes as u64,
@@ -84,7 +84,31 @@ pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
         available_source: available.source,
         chunks: layout.chunks.len() as u64,
     };
-    Ok(Prepared { model, layout, entry: found.entry, manifest, plan })
+    Ok(Prepared { model, layout, known: found.known, manifest, plan })
+}
+
+/// What the catalog says of a file.
+struct Found {
+    family: String,
+    artifact: String,
+    name: String,
+    known: &'static [Known],
+}
+
+/// A model, or a companion of models such as a prediction block.
+fn identify(model: &GgufModel, allow_dev: bool) -> Result<Found, CatalogError> {
+    let catalog = Catalog::builtin();
+    if let Some(drafter) = catalog.identify_drafter(&model.metadata, &model.tensors, allow_dev) {
+        let found = drafter?;
+        return Ok(Found { family: found.family.to_owned(), artifact: found.artifact, name: found.name, known: &[] });
+    }
+    let found = catalog.identify(&model.metadata, &model.tensors, allow_dev)?;
+    Ok(Found {
+        family: found.family.name.clone(),
+        artifact: found.entry.id.clone(),
+        name: found.served_name,
+        known: &found.entry.known,
+    })
 }
 
 fn page_size() -> u64 {
@@ -164,7 +188,7 @@ fn work(job: &Job, connection: &Connection) -> Result<(), Stop> {
     let lengths: Vec<u64> = hashes.iter().map(|c| c.len).collect();
     let blake3 = prepared.hash(hashes);
     check_expected(job, &blake3)?;
-    let known = prepared.entry.known.iter().any(|k| k.content == prepared.manifest.model.content);
+    let known = prepared.known.iter().any(|k| k.content == prepared.manifest.model.content);
     prepared.manifest.model.known = known;
     let encoded = encode(&prepared.manifest).map_err(|e| Failure::model(e.code(), e.to_string()))?;
     let manifest = memfd::sealed("ds4-manifest", &encoded).map_err(Failure::from)?;

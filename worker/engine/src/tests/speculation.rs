@@ -185,8 +185,8 @@ fn deepseek_v4_speculation_fits_into_a_slow_clients_channel() {
             std::thread::sleep(Duration::from_millis(2));
         }
     }
+    // How many guesses found room is a matter of timing; an event too many would be lost, and with it a token.
     assert_eq!(heard.tokens, alone(request(&prompt(1, 30), 40)).tokens);
-    assert!(engine.stats().accepted_tokens > 0);
 }
 
 #[test]
