@@ -198,6 +198,15 @@ fn deepseek_v4_control_tokens_that_mean_nothing_are_not_shown() {
     let heard = play(&plain, &[], "One</think> two<think> three<｜User｜> four", false);
     assert_eq!((heard.text.as_str(), heard.reasoning.as_str()), ("One two three four", ""));
     assert_eq!(heard.part(0), "One two three four");
+    // A marker that belongs to no tag; in code it is quoted.
+    for (said, shown) in
+        [("One ｜DSML｜, two", "One , two"), ("`<｜DSML｜tool_calls>` and ｜DSML｜.", "`<｜DSML｜tool_calls>` and .")]
+    {
+        for tools in [None, Some(weather())] {
+            let heard = play(&input(Thinking::None, tools), &[], said, false);
+            assert_eq!((heard.text.as_str(), heard.calls.len()), (shown, 0), "{said}");
+        }
+    }
     // Spelt as text they are text.
     let t = tokenizer();
     let mut reader =
