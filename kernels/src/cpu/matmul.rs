@@ -30,6 +30,14 @@ const PARALLEL_ROWS: usize = 8;
 /// Outputs per item.
 pub(crate) const STRIP: usize = PAIR;
 
+/// Outputs per item of a float weight: one row's products with [`float::product`] take eight at a time, and narrow float weights
+/// (a mixer of hyper-connections has 24 outputs) must still be enough items for all threads.
+const FLOAT_STRIP: usize = 8;
+
+fn strip_of(w: &CpuWeight) -> usize {
+    if is_float(w.ty) { FLOAT_STRIP } else { STRIP }
+}
+
 /// A thread's unpacked panels and their products.
 #[derive(Default)]
 pub(crate) struct Scratch {
@@ -122,7 +130,7 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
         assert_eq!(w.cols, x.width(), "{}: activations of another width", w.name);
         assert_eq!(w.rows, out.width(), "{}: output of another width", w.name);
         out.resize(rows);
-        strips += w.rows.div_ceil(STRIP);
+        strips += w.rows.div_ceil(strip_of(w));
         ends.push(strips);
         targets.push((*w, RawRows::new(out.data_mut(), w.rows)));
     }
@@ -138,8 +146,8 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
                 let (block, strip) = (item / strips, item % strips);
                 let g = ends.partition_point(|end| *end <= strip);
                 let (w, out) = &targets[g];
-                let first = (strip - if g == 0 { 0 } else { ends[g - 1] }) * STRIP;
-                let outputs = STRIP.min(w.rows - first);
+                let first = (strip - if g == 0 { 0 } else { ends[g - 1] }) * strip_of(w);
+                let outputs = strip_of(w).min(w.rows - first);
                 let block = block * ROW_BLOCK..rows.min((block + 1) * ROW_BLOCK);
                 inputs.strip(device.isa, s, w, first, outputs, block.clone());
                 for (r, o) in block.zip(&s.out) {
