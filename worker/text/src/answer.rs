@@ -83,7 +83,7 @@ pub trait AnswerFormat: Debug + Send + Sync {
     /// A reader that ends the answer at the first of `stops`, looked for in the answer's own text only.
     fn reader(&self, stops: Vec<Vec<u8>>) -> Box<dyn Reader>;
 
-    /// Whether its readers may say anything but [`Steer::Free`]: whether there is syntax in which the sampler has no choice.
+    /// Whether answers are likely to hold syntax, in which the sampler has no choice ([`Steer`]): calls of tools on offer.
     fn has_syntax(&self) -> bool {
         true
     }

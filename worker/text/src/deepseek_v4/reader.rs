@@ -90,6 +90,10 @@ impl AnswerFormat for Format {
             ended: false,
         })
     }
+
+    fn has_syntax(&self) -> bool {
+        !self.options.tools.is_empty()
+    }
 }
 
 struct AnswerReader {

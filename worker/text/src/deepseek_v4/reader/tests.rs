@@ -125,6 +125,16 @@ fn deepseek_v4_an_answer_of_all_parts() {
 }
 
 #[test]
+fn deepseek_v4_answers_have_syntax_where_tools_are_on_offer() {
+    let template = ChatTemplate::compile(metadata()).expect("encoder");
+    let syntax = |tools| {
+        let format = template.answer_format(&input(Thinking::None, tools), tokenizer()).expect("v4");
+        format.has_syntax()
+    };
+    assert_eq!([syntax(None), syntax(Some(json!([]))), syntax(Some(weather()))], [false, false, true]);
+}
+
+#[test]
 fn deepseek_v4_the_sampler_is_greedy_in_syntax_and_only_there() {
     let answer = format!("I think.</think>I say.{CALL}");
     let heard = play(&input(Thinking::High, Some(weather())), &[], &answer, false);
