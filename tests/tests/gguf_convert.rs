@@ -12,7 +12,7 @@ use ds4_attach::Weights;
 use ds4_kernels::CpuDevice;
 use ds4_kernels::ops::KvNumerics;
 use ds4_kernels::quant::dequantize_row;
-use ds4_manifests::{Catalog, Chunk, GgmlType, GgufModel, TensorEntry};
+use ds4_manifests::{Catalog, Chunk, GgmlType, GgufModel, GgufWriter, TensorEntry};
 use ds4_models::deepseek_v4::DeepseekV4;
 use ds4_os::SharedBytes;
 use ds4_tests::{Sandbox, http, wait_for};
@@ -348,6 +348,45 @@ fn deepseek_v4_a_q4_conversion_computes_like_its_own_values() {
 fn deepseek_v4_a_mixed_conversion_computes_like_its_own_values() {
     let mixed = ["--type", "experts@2=q4_k", "--type", "experts-down@2=q4_k", "--type", "embedding=q8_0"];
     recipe_computes("q2", &[GgmlType::IQ2_XXS, GgmlType::Q2_K, GgmlType::Q4_K], &mixed);
+}
+
+#[test]
+fn deepseek_v4_an_importance_matrix_weights_the_errors_of_each_expert() {
+    let sandbox = Sandbox::new();
+    let from = Checkpoint::large().write(&sandbox, "large");
+    // Each expert has its own few channels that matter: the sums are over 10 tokens.
+    let importance =
+        |expert: usize, channel: usize| if (channel + 3 * expert).is_multiple_of(16) { 100.0f32 } else { 0.1 };
+    let name = "blk.1.ffn_down_exps.weight";
+    let sums: Vec<u8> = (0..4 * 256).flat_map(|i| (10.0 * importance(i / 256, i % 256)).to_le_bytes()).collect();
+    let counts: Vec<u8> = [10.0f32; 4].iter().flat_map(|v| v.to_le_bytes()).collect();
+    let imatrix = sandbox.dir().join("own.imatrix.gguf");
+    GgufWriter::new()
+        .metadata("general.type", ds4_manifests::Value::String("imatrix".into()))
+        .tensor(&format!("{name}.in_sum2"), GgmlType::F32, &[256, 4], sums)
+        .tensor(&format!("{name}.counts"), GgmlType::F32, &[1, 4], counts)
+        .write_to(&imatrix)
+        .unwrap();
+    let exact = weights(&convert(&sandbox, &from, "f32.gguf", &["--recipe", "f32"]));
+    let without = weights(&convert(&sandbox, &from, "q2.gguf", &["--recipe", "q2"]));
+    let to = sandbox.dir().join("weighted.gguf");
+    let (code, log) = run(&sandbox, &from, &to, &["--recipe", "q2", "--imatrix", imatrix.to_str().unwrap()]);
+    // Three layers of three: all but one are not in the matrix.
+    assert!(code == Some(0) && log.contains("does not have 8 of the tensors"), "{log}");
+    let with = weights(&to);
+    assert_eq!(with.manifest.metadata.str("quantize.imatrix.file"), Some("own.imatrix.gguf"));
+    let of = |w: &Weights, name: &str| values(w, w.manifest.tensors.iter().find(|t| t.name == name).unwrap());
+    let x = of(&exact, name);
+    for expert in 0..4 {
+        let error = |y: &[f32]| {
+            let one = |i: usize| f64::from(importance(expert, i % 256)) * f64::from(x[i] - y[i]).powi(2);
+            (expert * 65536..(expert + 1) * 65536).map(one).sum::<f64>().sqrt()
+        };
+        let (weighted, plain) = (error(&of(&with, name)), error(&of(&without, name)));
+        assert!(weighted < 0.6 * plain, "expert {expert}: {weighted} against {plain}");
+    }
+    let other = "blk.2.ffn_down_exps.weight";
+    assert!(of(&with, other) == of(&without, other));
 }
 
 #[test]

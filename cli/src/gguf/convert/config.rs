@@ -310,14 +310,14 @@ fn ratios(c: &Dict<'_>, layers: usize) -> anyhow::Result<Vec<i64>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use ds4_manifests::Catalog;
     use serde_json::json;
 
     use super::*;
 
     /// As transformers saves it.
-    fn saved() -> Json {
+    pub fn saved() -> Json {
         let text = r#"{
             "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4",
             "attention_bias": false, "mlp_bias": false, "tie_word_embeddings": false, "hidden_act": "silu",
