@@ -41,9 +41,10 @@ extern "C" __global__ void swiglu_weighted(const float* gate, const float* up, f
     out[i] = g / (1.0f + expf(-g)) * u * weights[i / width];
 }
 
+// Blocks (wanted row, part of the width).
 extern "C" __global__ void gather_wanted(Step s, const float* x, int width, float* out) {
-    const float* in = x + int64_t(s.wanted[blockIdx.x]) * width;
-    for (int i = threadIdx.x; i < width; i += blockDim.x) out[int64_t(blockIdx.x) * width + i] = in[i];
+    const int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i < width) out[int64_t(blockIdx.x) * width + i] = x[int64_t(s.wanted[blockIdx.x]) * width + i];
 }
 
 // Rotates pairs (2i, 2i+1) (split = 0) or (i, i + dim/2) of every head's first `dim` elements; a block per row. Angles in f64:
@@ -71,22 +72,25 @@ extern "C" __global__ void rope(Step s, int split, int dim, double base, int hea
     }
 }
 
-// Rotates the interleaved pairs of every head's last 2 * pairs elements by the row's position (or its negative).
-extern "C" __global__ void rope_tail(Step s, const double* frequencies, int pairs, int head_dim, int heads, int inverse, float* x) {
-    extern __shared__ float2 turns[];
-    const double pos = s.positions[blockIdx.x];
-    for (int i = threadIdx.x; i < pairs; i += blockDim.x) {
-        double sn, cs;
-        sincos(pos * frequencies[i], &sn, &cs);
-        turns[i] = make_float2(float(inverse ? -sn : sn), float(cs));
-    }
-    __syncthreads();
-    float* row = x + int64_t(blockIdx.x) * heads * head_dim + head_dim - 2 * pairs;
-    for (int k = threadIdx.x; k < heads * pairs; k += blockDim.x) {
-        float* h = row + k / pairs * head_dim + 2 * (k % pairs);
-        const float2 t = turns[k % pairs];
-        const float p = h[0], q = h[1];
-        h[0] = p * t.y - q * t.x;
-        h[1] = p * t.x + q * t.y;
-    }
+// Sines and cosines of every row's position times every frequency, in f64: once a step.
+extern "C" __global__ void rope_turns(Step s, const double* frequencies, int pairs, int total, float2* turns) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= total) return;
+    double sn, cs;
+    sincos(double(s.positions[i / pairs]) * frequencies[i % pairs], &sn, &cs);
+    turns[i] = make_float2(float(sn), float(cs));
+}
+
+// Rotates the interleaved pairs of every head's last 2 * pairs elements by the row's turn (or back); a thread per pair.
+extern "C" __global__ void rope_tail(const float2* turns, int pairs, int head_dim, int heads, int inverse, float* x, int64_t total) {
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i >= total) return;
+    const int pair = i % pairs;
+    const int64_t head = i / pairs;
+    float2 t = turns[head / heads * pairs + pair];
+    if (inverse) t.x = -t.x;
+    float* h = x + head * head_dim + head_dim - 2 * pairs + 2 * pair;
+    const float p = h[0], q = h[1];
+    h[0] = p * t.y - q * t.x;
+    h[1] = p * t.x + q * t.y;
 }

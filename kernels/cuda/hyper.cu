@@ -1,20 +1,12 @@
 // Hyper-connections. CPU reference: kernels/src/cpu/hyper.rs, math/sinkhorn.rs.
 #include "common.cuh"
 
-// Copies x into every stream; a block per row.
+// Copies x into every stream; blocks (row, part of the width).
 extern "C" __global__ void hyper_start(const float* x, int width, int streams, float* state) {
-    const float* in = x + int64_t(blockIdx.x) * width;
-    float* out = state + int64_t(blockIdx.x) * width * streams;
-    for (int i = threadIdx.x; i < width * streams; i += blockDim.x) out[i] = in[i % width];
-}
-
-// out = x / rms(x), without a weight; a block per row.
-extern "C" __global__ void hyper_norm(const float* x, float eps, int width, float* out) {
-    const float* in = x + int64_t(blockIdx.x) * width;
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < width; i += blockDim.x) sum = __fmaf_rn(in[i], in[i], sum);
-    const float scale = 1.0f / sqrtf(block_sum(sum) / float(width) + eps);
-    for (int i = threadIdx.x; i < width; i += blockDim.x) out[int64_t(blockIdx.x) * width + i] = in[i] * scale;
+    const int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= width) return;
+    const float v = x[int64_t(blockIdx.x) * width + i];
+    for (int s = 0; s < streams; s++) state[(int64_t(blockIdx.x) * streams + s) * width + i] = v;
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
@@ -49,24 +41,91 @@ __device__ __forceinline__ void mixing_weights(float* m, const float* scale, con
     if (mine) m[2 * n + lane] = v;
 }
 
-// Mixing weights of every row; a warp per row.
-extern "C" __global__ void hyper_weights(float* mix, const float* scale, const float* base, int n, int iterations, float eps) {
-    mixing_weights(mix + int64_t(blockIdx.x) * (2 * n + n * n), scale, base, n, iterations, eps);
+// As above for four streams, a thread alone: sixteen numbers in registers, reciprocals of the sums.
+__device__ __forceinline__ void mixing_weights_4(float* m, const float* scale, const float* base, int iterations, float eps) {
+    for (int i = 0; i < 8; i++) {
+        const float v = sigmoid(m[i] * scale[i / 4] + base[i]);
+        m[i] = i < 4 ? v + eps : 2.0f * v;
+    }
+    float v[4][4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        float top = -CUDART_INF_F, sum = 0.0f;
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            v[r][c] = m[8 + 4 * r + c] * scale[2] + base[8 + 4 * r + c];
+            top = fmaxf(top, v[r][c]);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            v[r][c] = expf(v[r][c] - top);
+            sum += v[r][c];
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) v[r][c] = v[r][c] / sum + eps;
+    }
+    for (int it = 0; it < iterations; it++) {
+        if (it > 0) {
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const float f = __frcp_rn((v[r][0] + v[r][1]) + (v[r][2] + v[r][3]) + eps);
+#pragma unroll
+                for (int c = 0; c < 4; c++) v[r][c] *= f;
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const float f = __frcp_rn((v[0][c] + v[1][c]) + (v[2][c] + v[3][c]) + eps);
+#pragma unroll
+            for (int r = 0; r < 4; r++) v[r][c] *= f;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) m[8 + 4 * r + c] = v[r][c];
 }
 
-// Gates of the head: sigmoid(mix * scale + base) + eps, in place.
-extern "C" __global__ void hyper_gates(float* mix, const float* scale, const float* base, int n, float eps, int total) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < total) mix[i] = sigmoid(mix[i] * scale[0] + base[i % n]) + eps;
-}
-
-// x = sum_h gate[h] * S[h]; gates lie `stride` apart per row. Blocks: (row, part of the width).
-extern "C" __global__ void hyper_combine(const float* gates, int stride, const float* state, int n, int width, float* x) {
-    const int d = blockIdx.y * blockDim.x + threadIdx.x, r = blockIdx.x;
-    if (d >= width) return;
-    const float* s = state + int64_t(r) * n * width + d;
+// Sum of squares of a row, by a block of 256.
+__device__ __forceinline__ float squares(const float* x, int n) {
     float sum = 0.0f;
-    for (int h = 0; h < n; h++) sum = __fmaf_rn(gates[r * stride + h], s[int64_t(h) * width], sum);
+#pragma unroll 8
+    for (int i = threadIdx.x; i < n; i += 256) sum = __fmaf_rn(x[i], x[i], sum);
+    return block_sum(sum);
+}
+
+extern "C" __global__ void __launch_bounds__(256) hyper_squares(const float* state, int n, float* out) {
+    const float s = squares(state + int64_t(blockIdx.x) * n, n);
+    if (threadIdx.x == 0) out[blockIdx.x] = s;
+}
+
+// From the mixer's products with the state as it is (`raw`, dividing by the state's RMS here): x = sum_h pre[h] * S[h], and, unless it is
+// the head's (outputs = n), the mixing weights to `mix`. Blocks (row, 256 of the width), and a last one per row for the mixing weights.
+// `sums` has the rows' sums of squares; without it each block finds its row's.
+extern "C" __global__ void __launch_bounds__(256) hyper_finish(const float* raw, const float* sums, const float* scale, const float* base, int n, int outputs, int iterations, float eps, float rms_eps, const float* state, int width, float* mix, float* x) {
+    __shared__ float m[64];
+    const int r = blockIdx.x;
+    const float* s = state + int64_t(r) * n * width;
+    const float sq = sums ? sums[r] : squares(s, n * width);
+    const float inverse = 1.0f / sqrtf(sq / float(n * width) + rms_eps);
+    if (threadIdx.x < outputs) m[threadIdx.x] = raw[int64_t(r) * outputs + threadIdx.x] * inverse;
+    __syncthreads();
+    if (outputs > n && blockIdx.y + 1 == gridDim.y) {
+        if (n == 4) {
+            if (threadIdx.x == 0) mixing_weights_4(m, scale, base, iterations, eps);
+        } else if (threadIdx.x < 32) {
+            mixing_weights(m, scale, base, n, iterations, eps);
+        }
+        __syncthreads();
+        if (threadIdx.x < outputs) mix[int64_t(r) * outputs + threadIdx.x] = m[threadIdx.x];
+        return;
+    }
+    if (threadIdx.x < n) m[threadIdx.x] = sigmoid(m[threadIdx.x] * scale[0] + base[threadIdx.x]) + eps;
+    __syncthreads();
+    const int d = blockIdx.y * 256 + threadIdx.x;
+    if (d >= width) return;
+    float sum = 0.0f;
+    for (int h = 0; h < n; h++) sum = __fmaf_rn(m[h], s[int64_t(h) * width + d], sum);
     x[int64_t(r) * width + d] = sum;
 }
 

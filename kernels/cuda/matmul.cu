@@ -60,28 +60,30 @@ __device__ __forceinline__ void eight<BF16>(const uint8_t* p, float (&v)[8]) {
     for (int i = 0; i < 8; i++) v[i] = __uint_as_float(i & 1 ? w[i / 2] & 0xffff0000u : w[i / 2] << 16);
 }
 
-// As matmul, for float weights whose rows are whole eights: a block of four warps has OUTS outputs of ROWS rows, each warp a quarter of
-// the columns, each lane eight of 256 in turn. The order for one row and output is the same for every OUTS and number of rows.
-template <class T, int OUTS>
+// As matmul, for float weights whose rows are whole eights: a block of eight warps has OUTS outputs of R rows, each warp an eighth of
+// the columns, each lane eight of 256 in turn. The order for one row and output is the same for every OUTS and R.
+constexpr int PARTS = 8;
+
+template <class T, int OUTS, int R>
 __device__ __forceinline__ void dense(const uint8_t* w, int64_t row_bytes, int cols, int outputs, int rank, const float* x, int x_stride, int rows, float* out) {
-    __shared__ float part[WARPS][OUTS][ROWS];
-    const int lane = threadIdx.x, warp = threadIdx.y, first = blockIdx.y * ROWS, o0 = blockIdx.x * OUTS;
-    const int eights = cols / 8, begin = eights * warp / WARPS, end = eights * (warp + 1) / WARPS;
-    const float* in[ROWS];
+    __shared__ float part[PARTS][OUTS][R];
+    const int lane = threadIdx.x, warp = threadIdx.y, first = blockIdx.y * R, o0 = blockIdx.x * OUTS;
+    const int eights = cols / 8, begin = eights * warp / PARTS, end = eights * (warp + 1) / PARTS;
+    const float* in[R];
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) in[r] = x + int64_t(min(first + r, rows - 1)) * x_stride + o0 / rank * cols;
-    float sum[OUTS][ROWS];
+    for (int r = 0; r < R; r++) in[r] = x + int64_t(min(first + r, rows - 1)) * x_stride + o0 / rank * cols;
+    float sum[OUTS][R];
 #pragma unroll
     for (int o = 0; o < OUTS; o++)
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) sum[o][r] = 0.0f;
-#pragma unroll 2
+        for (int r = 0; r < R; r++) sum[o][r] = 0.0f;
+#pragma unroll (OUTS * R > 4 ? 1 : 4)
     for (int i = begin + lane; i < end; i += 32) {
         float a[OUTS][8];
 #pragma unroll
         for (int o = 0; o < OUTS; o++) eight<T>(w + int64_t(min(o0 + o, outputs - 1)) * row_bytes + int64_t(i) * 8 * T::BYTES, a[o]);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < R; r++) {
             float b[8];
             eight<F32>(reinterpret_cast<const uint8_t*>(in[r] + i * 8), b);
 #pragma unroll
@@ -93,16 +95,16 @@ __device__ __forceinline__ void dense(const uint8_t* w, int64_t row_bytes, int c
 #pragma unroll
     for (int o = 0; o < OUTS; o++)
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < R; r++) {
             const float v = warp_sum(sum[o][r]);
             if (lane == 0) part[warp][o][r] = v;
         }
     __syncthreads();
-    const int at = warp * 32 + lane, o = at / ROWS, r = at % ROWS;
+    const int at = warp * 32 + lane, o = at / R, r = at % R;
     if (o < OUTS && o0 + o < outputs && first + r < rows) {
         float v = part[0][o][r];
 #pragma unroll
-        for (int k = 1; k < WARPS; k++) v = __fadd_rn(v, part[k][o][r]);
+        for (int k = 1; k < PARTS; k++) v = __fadd_rn(v, part[k][o][r]);
         out[int64_t(first + r) * outputs + o0 + o] = v;
     }
 }
@@ -144,10 +146,11 @@ __device__ __forceinline__ void embed(Step s, const uint8_t* table, int64_t row_
     }
 FOR_EACH_TYPE(KERNELS)
 
-#define DENSE(T, OUTS)                                                                                                           \
-    extern "C" __global__ void __launch_bounds__(128) dense_##T##_##OUTS(const uint8_t* w, int64_t row_bytes, int cols,           \
-                                                                         int outputs, int rank, const float* x, int x_stride,    \
-                                                                         int rows, float* out) {                                 \
-        dense<T, OUTS>(w, row_bytes, cols, outputs, rank, x, x_stride, rows, out);                                               \
+#define DENSE(T, OUTS, R)                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(256) dense_##T##_##OUTS##_##R(const uint8_t* w, int64_t row_bytes, int cols,     \
+                                                                               int outputs, int rank, const float* x,            \
+                                                                               int x_stride, int rows, float* out) {             \
+        dense<T, OUTS, R>(w, row_bytes, cols, outputs, rank, x, x_stride, rows, out);                                            \
     }
-DENSE(F32, 1) DENSE(F32, 4) DENSE(F16, 1) DENSE(F16, 4) DENSE(BF16, 1) DENSE(BF16, 4)
+#define DENSE_ALL(T) DENSE(T, 1, 1) DENSE(T, 1, 4) DENSE(T, 4, 4)
+DENSE_ALL(F32) DENSE_ALL(F16) DENSE_ALL(BF16)

@@ -241,13 +241,36 @@ struct Sparse {
     const int* counts;     // [rows]; -1: all visible rows
 };
 
-constexpr int PIECE = 64;
+constexpr int PIECE = 32;
 constexpr int TILE = 8;
-constexpr int HEADS = 8;
+constexpr int HEADS = 8;  // as many as keys of a tile: each of the block's warps fetches one key and computes one head
 
 __device__ __forceinline__ int history(const Sparse& p, int row, int pos) {
     const int visible = p.ratio ? (pos + 1) / p.ratio : 0;
     return p.selected && p.counts[row] >= 0 ? p.counts[row] : visible;
+}
+
+// Elements lane, lane + 32, ... of a state row.
+template <int E>
+__device__ __forceinline__ void load_row(const Slot& s, const uint8_t* src, float (&v)[E]) {
+    const int lane = threadIdx.x & 31, n = s.width;
+    if (s.type == STATE_FP8) {
+        const int nope = n - s.rotary, tail = (nope + (nope + 63) / 64 + 1) & ~1;
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+            const int i = lane + 32 * e;
+            if (i < nope) v[e] = e4m3_value(src[i]) * __uint_as_float(uint32_t(src[nope + i / 64]) << 23);
+            else if (i < n) v[e] = half_at(src + tail + 2 * (i - nope));
+        }
+    } else if (s.type == STATE_F16) {
+#pragma unroll
+        for (int e = 0; e < E; e++)
+            if (lane + 32 * e < n) v[e] = __half2float(reinterpret_cast<const __half*>(src)[lane + 32 * e]);
+    } else {
+#pragma unroll
+        for (int e = 0; e < E; e++)
+            if (lane + 32 * e < n) v[e] = load_elem(s, src, lane + 32 * e);
+    }
 }
 
 // A block has HEADS heads (a warp each) of one row and one piece of PIECE keys, or all pieces when gridDim.z is 1.
@@ -265,31 +288,39 @@ __device__ __forceinline__ void sparse_attention(Step st, Sparse p, Slot ring, S
 #pragma unroll
     for (int e = 0; e < E; e++) qe[e] = mine && lane + 32 * e < p.head_dim ? p.q[item * p.head_dim + lane + 32 * e] : 0.0f;
     const bool alone = gridDim.z == 1;
+    // A warp fetches one key of each tile: its address is found once, and it arrives while the tile before is computed.
+    const auto fetch = [&](int base, int end, float (&v)[E]) {
+        const int key = base + warp, t = first + key, h = key - recent;
+#pragma unroll
+        for (int e = 0; e < E; e++) v[e] = 0.0f;
+        if (key >= end) return;
+        if (key < recent && t >= first_pos) {
+            const float* src = p.kv + int64_t(first_row + t - first_pos) * p.head_dim;
+#pragma unroll
+            for (int e = 0; e < E; e++)
+                if (lane + 32 * e < p.head_dim) v[e] = src[lane + 32 * e];
+        } else {
+            const bool old = key < recent;
+            const Slot& from = old ? ring : comp;
+            const int at = old ? t : listed ? p.selected[int64_t(row) * p.top_k + h] : h;
+            load_row(from, slot_row(from, bank, at), v);
+        }
+    };
     Running<E> all;
     all.clear(mine ? p.sinks[head] : 0.0f, 1.0f);
     for (int piece = alone ? 0 : blockIdx.z; piece < pieces; piece += gridDim.z) {
         Running<E> part;
         part.clear(-CUDART_INF_F, 0.0f);
         const int end = min(keys, (piece + 1) * PIECE);
+        float next[E];
+        fetch(piece * PIECE, end, next);
         for (int base = piece * PIECE; base < end; base += TILE) {
             const int n = min(TILE, end - base);
             __syncthreads();
-            for (int i = threadIdx.x; i < TILE * E * 32; i += blockDim.x) {
-                const int k = i / (E * 32), d = i % (E * 32), key = base + k;
-                float v = 0.0f;
-                if (k < n && d < p.head_dim) {
-                    const int t = first + key, h = key - recent;
-                    if (key < recent && t >= first_pos) {
-                        v = p.kv[int64_t(first_row + t - first_pos) * p.head_dim + d];
-                    } else {
-                        const Slot& from = key < recent ? ring : comp;
-                        const int at = key < recent ? t : listed ? p.selected[int64_t(row) * p.top_k + h] : h;
-                        v = load_elem(from, slot_row(from, bank, at), d);
-                    }
-                }
-                tile[k][d] = v;
-            }
+#pragma unroll
+            for (int e = 0; e < E; e++) tile[warp][lane + 32 * e] = next[e];
             __syncthreads();
+            if (base + TILE < end) fetch(base + TILE, end, next);
             float score[TILE];
 #pragma unroll
             for (int k = 0; k < TILE; k++) {
@@ -309,21 +340,41 @@ __device__ __forceinline__ void sparse_attention(Step st, Sparse p, Slot ring, S
     if (alone && mine) finish(all, out + item * p.head_dim, p.head_dim);
 }
 
-// Merges the pieces of a decode step; blocks (row, head).
-template <int E>
-__device__ __forceinline__ void sparse_merge(Step st, Sparse p, int pieces, const float* partial, float* out) {
-    const int row = blockIdx.x, head = blockIdx.y, pos = st.positions[row];
-    const int keys = min(pos + 1, p.window) + history(p, row, pos);
+// Merges the pieces of a decode step, with the operations of Running::merge; blocks (row, head) of 128.
+extern "C" __global__ void __launch_bounds__(128) sparse_merge(Step st, Sparse p, int pieces, const float* partial, float* out) {
+    extern __shared__ float2 factors[];
+    __shared__ float total;
+    const int row = blockIdx.x, head = blockIdx.y, pos = st.positions[row], lane = threadIdx.x & 31;
+    const int keys = min(pos + 1, p.window) + history(p, row, pos), mine = (keys + PIECE - 1) / PIECE, stride = p.head_dim + 2;
     const int64_t item = int64_t(row) * p.heads + head;
-    merge_partials<E>(partial + item * pieces * (p.head_dim + 2), (keys + PIECE - 1) / PIECE, p.head_dim, p.sinks[head], 1.0f, out + item * p.head_dim);
+    const float* from = partial + item * pieces * stride;
+    if (threadIdx.x < 32) {
+        float max = p.sinks[head], sum = 1.0f;
+        for (int base = 0; base < mine; base += 32) {
+            const bool in = base + lane < mine;
+            const float m = in ? from[int64_t(base + lane) * stride] : 0.0f, s = in ? from[int64_t(base + lane) * stride + 1] : 0.0f;
+            for (int k = 0; k < min(32, mine - base); k++) {
+                const float mk = __shfl_sync(~0u, m, k), sk = __shfl_sync(~0u, s, k);
+                const float top = fmaxf(max, mk), c = expf(__fsub_rn(max, top)), d = expf(__fsub_rn(mk, top));
+                max = top;
+                sum = __fmaf_rn(sum, c, __fmul_rn(sk, d));
+                if (lane == 0) factors[base + k] = make_float2(c, d);
+            }
+        }
+        if (lane == 0) total = sum;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.head_dim; i += blockDim.x) {
+        float acc = 0.0f;
+#pragma unroll 8
+        for (int s = 0; s < mine; s++) acc = __fmaf_rn(acc, factors[s].x, __fmul_rn(from[int64_t(s) * stride + 2 + i], factors[s].y));
+        out[item * p.head_dim + i] = __fdiv_rn(acc, total);
+    }
 }
 
 #define SPARSE_KERNELS(E)                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(256) sparse_attention_##E(Step st, Sparse p, Slot ring, Slot comp, float* partial, \
+    extern "C" __global__ void __launch_bounds__(256, E > 4 ? 1 : 2) sparse_attention_##E(Step st, Sparse p, Slot ring, Slot comp, float* partial, \
                                                                            float* out) {                                            \
         sparse_attention<E>(st, p, ring, comp, partial, out);                                                                       \
-    }                                                                                                                               \
-    extern "C" __global__ void sparse_merge_##E(Step st, Sparse p, int pieces, const float* partial, float* out) {                  \
-        sparse_merge<E>(st, p, pieces, partial, out);                                                                               \
     }
 FOR_EACH_WIDTH(SPARSE_KERNELS)

@@ -70,14 +70,19 @@ struct Luts {
 
 __device__ __forceinline__ uint32_t byte_mask(uint32_t four) { return ((four * 0x00204081u) & 0x01010101u) * 255u; }
 
+// By a block of at least 128 threads. Each thread writes the copies of an entry, starting at another one than its neighbours: they would
+// all meet in one bank.
 __device__ __forceinline__ void fill(Luts* l) {
-    for (int i = threadIdx.x; i < 256 * LUT_WIDTH; i += blockDim.x) {
-        const uint64_t e = IQ2_XXS_GRID[i / LUT_WIDTH];
-        l->grid[i] = make_uint2(uint32_t(e), uint32_t(e >> 32));
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
+        const uint64_t e = IQ2_XXS_GRID[i];
+#pragma unroll
+        for (int k = 0; k < LUT_WIDTH; k++) l->grid[i * LUT_WIDTH + (k + i) % LUT_WIDTH] = make_uint2(uint32_t(e), uint32_t(e >> 32));
     }
-    for (int i = threadIdx.x; i < 128 * LUT_WIDTH; i += blockDim.x) {
-        const uint32_t s = even_signs(i / LUT_WIDTH);
-        l->signs[i] = make_uint2(byte_mask(s & 15), byte_mask(s >> 4));
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
+        const uint32_t s = even_signs(i & 127);
+        const uint2 v = make_uint2(byte_mask(s & 15), byte_mask(s >> 4));
+#pragma unroll
+        for (int k = 0; k < LUT_WIDTH / 2; k++) l->signs[(i & 127) * LUT_WIDTH + (2 * k + i + i / 128) % LUT_WIDTH] = v;
     }
 }
 

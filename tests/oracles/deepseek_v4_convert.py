@@ -3,6 +3,9 @@
 Writes tests/fixtures/deepseek_v4/convert/:
   saved/      save_pretrained as it is (transformers 5.24 saves under most of DeepSeek's names), one F32 file
   modelled/   the same weights under the names of transformers' own modules, BF16, in shards with an index
+  scaled/     DeepSeek's own form of it: its names without `model.`, attention and shared experts in FP8 (E4M3) with a scale per
+              block of 16 x 16, routed experts in FP4 (E2M1, two in a byte) with a scale per 32, scales E8M0
+  scaled.f32  logits of the model that transformers itself loads from scaled/, dequantising
   logits.f32  logits of DeepseekV4ForCausalLM (f32) at the rows of case.json
   case.json   tokens, rows, spread, greedy continuation; texts with their ids from the `tokenizers` package
 Weights are random, rounded to BF16 so that both directories hold the same model. The tokenizer has all bytes, a few merges
@@ -15,7 +18,9 @@ import pathlib
 import shutil
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import FineGrainedFP8Config
 from transformers.models.deepseek_v4 import DeepseekV4Config, DeepseekV4ForCausalLM
 
 OUT = pathlib.Path(__file__).resolve().parents[2] / "tests/fixtures/deepseek_v4/convert"
@@ -64,6 +69,48 @@ def model(vocab):
     return m
 
 
+def power_of_two(x):
+    return torch.exp2(torch.ceil(torch.log2(x.clamp_min(1e-9))))
+
+
+def fp8(w, block=16):
+    r, c = w.shape
+    blocks = w.reshape(r // block, block, c // block, block)
+    s = power_of_two(blocks.abs().amax((1, 3)) / 448)
+    return (blocks / s[:, None, :, None]).reshape(r, c).to(torch.float8_e4m3fn), s.to(torch.float8_e8m0fnu)
+
+
+def fp4(w):
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    r, c = w.shape
+    groups = w.reshape(r, c // 32, 32)
+    s = power_of_two(groups.abs().amax(2) / 6)
+    code = ((groups / s[..., None])[..., None] - values).abs().argmin(-1).reshape(r, c).to(torch.uint8)
+    return (code[:, 0::2] | (code[:, 1::2] << 4)).view(torch.int8), s.to(torch.float8_e8m0fnu)
+
+
+def save_scaled():
+    """Writes scaled/ from saved/; transformers' reading of it is the oracle, not this."""
+    linears = (".wq_a.", "attn.wq_b.", "attn.wkv.", ".wo_a.", ".wo_b.", ".shared_experts.")
+    out = {}
+    for name, v in load_file(OUT / "saved/model.safetensors").items():
+        name = name.removeprefix("model.").replace("embed_tokens", "embed").replace("hc_head.hc_", "hc_head_").replace("attn.norm", "attn.kv_norm")
+        q = fp4(v) if ".experts." in name else fp8(v) if any(x in name for x in linears) and "indexer" not in name else None
+        if q is None:
+            out[name] = v.bfloat16() if v.is_floating_point() and v.dim() > 1 and "hc_" not in name and "ape" not in name else v
+        else:
+            out[name], out[name.removesuffix(".weight") + ".scale"] = q
+    (OUT / "scaled").mkdir()
+    save_file(out, OUT / "scaled/model.safetensors", metadata={"format": "pt"})
+    config = json.loads((OUT / "saved/config.json").read_text())
+    config["quantization_config"] = dict(quant_method="fp8", fmt="e4m3", scale_fmt="ue8m0", weight_block_size=[16, 16],
+                                         activation_scheme="dynamic", expert_dtype="fp4")
+    (OUT / "scaled/config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copy(OUT / "saved/tokenizer.json", OUT / "scaled/tokenizer.json")
+    how = FineGrainedFP8Config(dequantize=True, weight_block_size=(16, 16))
+    return DeepseekV4ForCausalLM.from_pretrained(OUT / "scaled", dtype=torch.float32, quantization_config=how).eval()
+
+
 def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -84,7 +131,10 @@ def main():
             seq = torch.cat([seq, last.argmax()[None, None]], 1)
     rows = [0, 1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 63, 64, 127, 128, 199]
     logits[rows].numpy().astype("<f4").tofile(OUT / "logits.f32")
-    case = dict(ids=ids[0].tolist(), rows=rows, std=float(logits.std()), greedy=greedy, vocab=vocab,
+    with torch.no_grad():
+        scaled = save_scaled()(ids, use_cache=False).logits[0]
+    scaled[rows].numpy().astype("<f4").tofile(OUT / "scaled.f32")
+    case = dict(ids=ids[0].tolist(), rows=rows, std=float(logits.std()), scaled_std=float(scaled.std()), greedy=greedy, vocab=vocab,
                 texts=[[s, t.encode(s, add_special_tokens=False).ids] for s in TEXTS])
     (OUT / "case.json").write_text(json.dumps(case, ensure_ascii=False) + "\n")
     m.to(torch.bfloat16).save_pretrained(OUT / "modelled", save_original_format=False, max_shard_size="60KB")

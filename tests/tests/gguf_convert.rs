@@ -12,7 +12,7 @@ use ds4_attach::Weights;
 use ds4_kernels::CpuDevice;
 use ds4_kernels::ops::KvNumerics;
 use ds4_kernels::quant::dequantize_row;
-use ds4_manifests::{Catalog, Chunk, GgmlType, GgufModel, TensorEntry};
+use ds4_manifests::{Catalog, Chunk, GgmlType, GgufModel, GgufWriter, TensorEntry};
 use ds4_models::deepseek_v4::DeepseekV4;
 use ds4_os::SharedBytes;
 use ds4_tests::{Sandbox, http, wait_for};
@@ -53,11 +53,15 @@ struct Checkpoint {
 impl Checkpoint {
     /// The committed one, as transformers saved it.
     fn saved() -> Self {
-        let bytes = std::fs::read(fixture("saved/model.safetensors")).unwrap();
+        Self::read("saved")
+    }
+
+    fn read(name: &str) -> Self {
+        let bytes = std::fs::read(fixture(&format!("{name}/model.safetensors"))).unwrap();
         let stored = SafeTensors::deserialize(&bytes).unwrap();
         let tensors = stored.tensors().into_iter();
         let tensors = tensors.map(|(n, v)| (n, (v.dtype(), v.shape().to_vec(), v.data().to_vec()))).collect();
-        let config = serde_json::from_slice(&std::fs::read(fixture("saved/config.json")).unwrap()).unwrap();
+        let config = serde_json::from_slice(&std::fs::read(fixture(&format!("{name}/config.json"))).unwrap()).unwrap();
         Self { config, tensors }
     }
 
@@ -197,6 +201,30 @@ fn dequantised(w: &Weights) -> Weights {
     Weights { manifest, chunks: vec![chunk] }
 }
 
+/// The largest error of any of transformers' logits, relative to their spread.
+fn worst_error(model: &mut Lone, case: &Value, reference: &str, spread: &str) -> f64 {
+    let got = model.all_logits(&tokens(&case["ids"]), 64);
+    let bytes = std::fs::read(fixture(reference)).unwrap();
+    let want: Vec<f64> = bytes.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect();
+    let (rows, vocab, spread) = (tokens(&case["rows"]), got[0].len(), case[spread].as_f64().unwrap());
+    assert_eq!(want.len(), rows.len() * vocab);
+    rows.iter().zip(want.chunks_exact(vocab)).fold(0.0f64, |worst, (row, want)| {
+        got[*row as usize].iter().zip(want).fold(worst, |e, (g, w)| e.max((f64::from(*g) - w).abs() / spread))
+    })
+}
+
+#[test]
+fn deepseek_v4_fp8_and_fp4_weights_convert_as_transformers_dequantises_them() {
+    let (sandbox, case) = (Sandbox::new(), case());
+    let file = convert(&sandbox, &fixture("scaled"), "a.gguf", &["--recipe", "f32"]);
+    let mut model = lone(&weights(&file));
+    let worst = worst_error(&mut model, &case, "scaled.f32", "scaled_std");
+    println!("FP8 and FP4: largest error of a logit over the spread: {worst:.2e}");
+    assert!(worst <= 1e-4, "{worst:e}");
+    // The unscaled model is another one.
+    assert!(worst_error(&mut model, &case, "logits.f32", "std") > 0.1);
+}
+
 #[test]
 fn deepseek_v4_a_converted_checkpoint_computes_the_logits_of_transformers() {
     let (sandbox, case) = (Sandbox::new(), case());
@@ -208,16 +236,7 @@ fn deepseek_v4_a_converted_checkpoint_computes_the_logits_of_transformers() {
 
     let ids = tokens(&case["ids"]);
     let mut model = lone(&weights(&file));
-    let got = model.all_logits(&ids, 64);
-    let bytes = std::fs::read(fixture("logits.f32")).unwrap();
-    let want: Vec<f64> = bytes.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect();
-    let (rows, vocab) = (tokens(&case["rows"]), got[0].len());
-    assert_eq!(want.len(), rows.len() * vocab);
-    let spread = case["std"].as_f64().unwrap();
-    let mut worst = 0.0f64;
-    for (row, want) in rows.iter().zip(want.chunks_exact(vocab)) {
-        worst = got[*row as usize].iter().zip(want).fold(worst, |e, (g, w)| e.max((f64::from(*g) - w).abs() / spread));
-    }
+    let worst = worst_error(&mut model, &case, "logits.f32", "std");
     println!("largest error of a logit over the spread: {worst:.2e}");
     assert!(worst <= 1e-4, "{worst:e}");
     let greedy: Vec<u32> = case["greedy"].as_array().unwrap().iter().map(|g| tokens(&json!([g[0]]))[0]).collect();
@@ -332,6 +351,45 @@ fn deepseek_v4_a_mixed_conversion_computes_like_its_own_values() {
 }
 
 #[test]
+fn deepseek_v4_an_importance_matrix_weights_the_errors_of_each_expert() {
+    let sandbox = Sandbox::new();
+    let from = Checkpoint::large().write(&sandbox, "large");
+    // Each expert has its own few channels that matter: the sums are over 10 tokens.
+    let importance =
+        |expert: usize, channel: usize| if (channel + 3 * expert).is_multiple_of(16) { 100.0f32 } else { 0.1 };
+    let name = "blk.1.ffn_down_exps.weight";
+    let sums: Vec<u8> = (0..4 * 256).flat_map(|i| (10.0 * importance(i / 256, i % 256)).to_le_bytes()).collect();
+    let counts: Vec<u8> = [10.0f32; 4].iter().flat_map(|v| v.to_le_bytes()).collect();
+    let imatrix = sandbox.dir().join("own.imatrix.gguf");
+    GgufWriter::new()
+        .metadata("general.type", ds4_manifests::Value::String("imatrix".into()))
+        .tensor(&format!("{name}.in_sum2"), GgmlType::F32, &[256, 4], sums)
+        .tensor(&format!("{name}.counts"), GgmlType::F32, &[1, 4], counts)
+        .write_to(&imatrix)
+        .unwrap();
+    let exact = weights(&convert(&sandbox, &from, "f32.gguf", &["--recipe", "f32"]));
+    let without = weights(&convert(&sandbox, &from, "q2.gguf", &["--recipe", "q2"]));
+    let to = sandbox.dir().join("weighted.gguf");
+    let (code, log) = run(&sandbox, &from, &to, &["--recipe", "q2", "--imatrix", imatrix.to_str().unwrap()]);
+    // Three layers of three: all but one are not in the matrix.
+    assert!(code == Some(0) && log.contains("does not have 8 of the tensors"), "{log}");
+    let with = weights(&to);
+    assert_eq!(with.manifest.metadata.str("quantize.imatrix.file"), Some("own.imatrix.gguf"));
+    let of = |w: &Weights, name: &str| values(w, w.manifest.tensors.iter().find(|t| t.name == name).unwrap());
+    let x = of(&exact, name);
+    for expert in 0..4 {
+        let error = |y: &[f32]| {
+            let one = |i: usize| f64::from(importance(expert, i % 256)) * f64::from(x[i] - y[i]).powi(2);
+            (expert * 65536..(expert + 1) * 65536).map(one).sum::<f64>().sqrt()
+        };
+        let (weighted, plain) = (error(&of(&with, name)), error(&of(&without, name)));
+        assert!(weighted < 0.6 * plain, "expert {expert}: {weighted} against {plain}");
+    }
+    let other = "blk.2.ffn_down_exps.weight";
+    assert!(of(&with, other) == of(&without, other));
+}
+
+#[test]
 fn deepseek_v4_bad_checkpoints_are_refused_by_name_and_leave_nothing() {
     type Change = fn(&mut Checkpoint);
     let changes: &[(&str, Change, &str)] = &[
@@ -358,7 +416,7 @@ fn deepseek_v4_bad_checkpoints_are_refused_by_name_and_leave_nothing() {
         (
             "type",
             |c| c.tensors.get_mut("model.norm.weight").unwrap().0 = Dtype::I32,
-            "model.norm.weight is I32, expected F32, F16, BF16",
+            "model.norm.weight is I32, expected F32, F16, BF16, or FP8",
         ),
         (
             "twice",
@@ -369,9 +427,33 @@ fn deepseek_v4_bad_checkpoints_are_refused_by_name_and_leave_nothing() {
             "model.norm.weight and norm.weight are the same",
         ),
         (
-            "fp8",
+            "no-scale",
+            |c| {
+                *c = Checkpoint::read("scaled");
+                c.tensors.remove("layers.1.attn.wq_b.scale");
+            },
+            "layers.1.attn.wq_b.weight is FP8 or FP4, but layers.1.attn.wq_b.scale is missing",
+        ),
+        (
+            "grid",
+            |c| {
+                *c = Checkpoint::read("scaled");
+                c.tensors.insert("layers.1.ffn.experts.1.w2.scale".into(), (Dtype::F8_E8M0, vec![3, 5], vec![127; 15]));
+            },
+            "layers.1.ffn.experts.1.w2.scale has shape [3, 5], which does not divide [32, 32]",
+        ),
+        (
+            "spare-scale",
             |c| drop(c.tensors.insert("layers.0.attn.wq_a.scale".into(), (Dtype::F8_E8M0, vec![1], vec![127]))),
-            "layers.0.attn.wq_a.scale is a scale",
+            "layers.0.attn.wq_a.scale has no place",
+        ),
+        (
+            "fp8-nan",
+            |c| {
+                *c = Checkpoint::read("scaled");
+                c.tensors.get_mut("layers.2.attn.wkv.weight").unwrap().2[33] = 0x7f;
+            },
+            "layers.2.attn.wkv.weight: element 33 is NaN",
         ),
         (
             "nan",

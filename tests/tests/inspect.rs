@@ -146,6 +146,38 @@ async fn deepseek_v4_scores_at_positions_equal_scores_of_the_prompts_that_end_th
     }
 }
 
+/// With a drafter the rows of several steps come out of one pass of the model.
+#[tokio::test]
+async fn deepseek_v4_scores_are_the_same_bits_with_guesses_ahead() {
+    let sandbox = Sandbox::new();
+    let block = sandbox.dir().join("block.gguf");
+    let shown = block.to_str().unwrap();
+    let made = sandbox.run("ds4", &["gguf", "synth", "--part", "mtp", "--shape", "tiny", "-o", shown]);
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/deepseek_v4/tiny-v4.gguf");
+    let args = ["--allow-dev-models", "--model", model.to_str().unwrap(), "--model", shown];
+    let mut owner = sandbox.start("ds4-weight-owner", &args);
+    owner.wait_ready(Duration::from_secs(30));
+    let request = v1::ScoreRequest {
+        prompt: tokens(&(0..150).map(|i| 3 + i * 7 % 200).collect::<Vec<u32>>()),
+        steps: 60,
+        logits: true,
+        past_end: true,
+        positions: vec![3, 100, 149],
+        ..Default::default()
+    };
+    let mut scored = Vec::new();
+    for more in [&[][..], &["--mtp", "deepseek-v4-flash-tiny-mtp-synthetic"]] {
+        let mut worker = sandbox.worker(&[&["--ctx", "1024"][..], more].concat());
+        scored.push(score(&mut DebugClient::new(channel(sandbox.dir()).await), request.clone()).await);
+        let drafted = sandbox.ctl(&["status"])["worker"]["drafted_tokens"].as_u64();
+        assert_eq!(drafted > Some(0), !more.is_empty(), "{drafted:?}");
+        worker.process.kill();
+    }
+    assert_eq!(scored[0].0.iter().map(|s| s.position).collect::<Vec<_>>()[3..], (150..210).collect::<Vec<u32>>());
+    assert!(scored[0] == scored[1], "guesses changed a distribution");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn deepseek_v4_scoring_is_bounded_cancellable_and_refuses_by_name() {
     let sandbox = Sandbox::new();

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use ds4_manifests::catalog::Entry;
+use ds4_manifests::catalog::{CatalogError, Known};
 use ds4_manifests::{
     Catalog, Chunk, GgufModel, Layout, ModelIdentity, WeightManifest, content_hash, encode, plan_layout,
 };
@@ -44,7 +44,8 @@ const TICK: Duration = Duration::from_millis(100);
 pub struct Prepared {
     model: GgufModel,
     layout: Layout,
-    entry: &'static Entry,
+    /// Contents of the artifact's files that were checked.
+    known: &'static [Known],
     manifest: WeightManifest,
     memory: Memory,
     /// What it takes.
@@ -65,17 +66,16 @@ pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
         (chosen, model)
     });
     let model = model?;
-    let found = Catalog::builtin()
-        .identify(&model.metadata, &model.tensors, job.allow_dev_models)
+    let found = identify(&model, job.allow_dev_models)
         .map_err(|e| Failure::model(e.code(), format!("{}: {e}", job.path.display())))?;
     let layout = plan_layout(&model.tensors);
     let Chosen { memory, why } = chosen?;
-    let name = if job.name.is_empty() { found.served_name } else { job.name.clone() };
+    let name = if job.name.is_empty() { found.name } else { job.name.clone() };
     let chunks: Vec<Chunk> = layout.chunks.iter().map(|len| Chunk { len: *len, blake3: [0; 32] }).collect();
     let manifest = WeightManifest {
         model: ModelIdentity {
-            family: found.family.name.clone(),
-            artifact: found.entry.id.clone(),
+            family: found.family.clone(),
+            artifact: found.artifact.clone(),
             name: name.clone(),
             content: [0; 32],
             known: false,
@@ -90,8 +90,8 @@ pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
     let available = memory.available()?;
     let plan = Plan {
         model: name,
-        family: found.family.name.clone(),
-        artifact: found.entry.id.clone(),
+        family: found.family,
+        artifact: found.artifact,
         synthetic: model.metadata.is_synthetic(),
         weight_bytes: layout.chunks.iter().fold(0, |sum, len| sum.saturating_add(memory.rounded(*len))),
         metadata_bytes: metadata_bytes as u64,
@@ -102,7 +102,31 @@ pub fn prepare(job: &Job) -> Result<Prepared, Failure> {
         backend: manifest.backend.name().into(),
         why,
     };
-    Ok(Prepared { model, layout, entry: found.entry, manifest, memory, plan })
+    Ok(Prepared { model, layout, known: found.known, manifest, memory, plan })
+}
+
+/// What the catalog says of a file.
+struct Found {
+    family: String,
+    artifact: String,
+    name: String,
+    known: &'static [Known],
+}
+
+/// A model, or a companion of models such as a prediction block.
+fn identify(model: &GgufModel, allow_dev: bool) -> Result<Found, CatalogError> {
+    let catalog = Catalog::builtin();
+    if let Some(drafter) = catalog.identify_drafter(&model.metadata, &model.tensors, allow_dev) {
+        let found = drafter?;
+        return Ok(Found { family: found.family.to_owned(), artifact: found.artifact, name: found.name, known: &[] });
+    }
+    let found = catalog.identify(&model.metadata, &model.tensors, allow_dev)?;
+    Ok(Found {
+        family: found.family.name.clone(),
+        artifact: found.entry.id.clone(),
+        name: found.served_name,
+        known: &found.entry.known,
+    })
 }
 
 fn page_size() -> u64 {
@@ -185,7 +209,7 @@ fn work(job: &Job, connection: &Connection) -> Result<(), Stop> {
     let lengths: Vec<u64> = hashes.iter().map(|c| c.len).collect();
     let blake3 = prepared.hash(hashes);
     check_expected(job, &blake3)?;
-    let known = prepared.entry.known.iter().any(|k| k.content == prepared.manifest.model.content);
+    let known = prepared.known.iter().any(|k| k.content == prepared.manifest.model.content);
     prepared.manifest.model.known = known;
     let encoded = encode(&prepared.manifest).map_err(|e| Failure::model(e.code(), e.to_string()))?;
     let manifest = memfd::sealed("ds4-manifest", &encoded).map_err(Failure::from)?;

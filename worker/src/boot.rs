@@ -6,16 +6,19 @@ use std::time::{Duration, Instant};
 use ds4_attach::{Attached, Weights};
 use ds4_engine::{Engine, EngineHandle};
 use ds4_kernels::{CpuDevice, StateSpec};
+use ds4_manifests::{Catalog, WeightManifest};
 use ds4_settings::BROKER_SOCKET;
 use ds4_text::{ChatTemplate, TextError, Tokenizer};
 
-use crate::config::Options;
+use crate::config::{Mtp, Options};
 use crate::failure::Failure;
 use crate::late::LateVocabulary;
 
 /// A worker's inside, ready to serve.
 pub struct Booted {
     pub attached: Attached,
+    /// The prediction block, when one was asked for.
+    pub drafter: Option<Attached>,
     pub engine: EngineHandle,
     pub tokenizer: Arc<Tokenizer>,
     pub template: Option<ChatTemplate>,
@@ -74,6 +77,7 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
         wait: options.owner_wait,
         ..ds4_attach::Options::new(options.runtime_dir.join(BROKER_SOCKET))
     })?;
+    let drafter = options.mtp.as_ref().map(|mtp| attach_drafter(options, mtp, &attached.weights)).transpose()?;
     phases.lap("attach", &mut since);
     let weights = &attached.weights;
     if weights.manifest.metadata.is_synthetic() {
@@ -83,7 +87,8 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
     let promise = late.promise();
     let (text, computing) = std::thread::scope(|scope| {
         let text = scope.spawn(|| text(weights).inspect(|text| promise.keep(&text.tokenizer)));
-        let computing = compute(options, weights, late, &mut phases, &mut since);
+        let block = options.mtp.as_ref().zip(drafter.as_ref()).map(|(mtp, d)| (mtp, &d.weights));
+        let computing = compute(options, weights, block, late, &mut phases, &mut since);
         let text = text.join().unwrap_or_else(|_| Err(Failure::other("building the tokenizer panicked")));
         (text, computing)
     });
@@ -95,7 +100,36 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
     phases.beside("tokenizer", tokenizer_took);
     check_vocabulary(vocab, &tokenizer)?;
     let engine = engine.spawn().map_err(|e| Failure::other(format!("cannot start the engine thread: {e}")))?;
-    Ok(Booted { attached, engine, tokenizer, template, context_train, device, phases })
+    Ok(Booted { attached, drafter, engine, tokenizer, template, context_train, device, phases })
+}
+
+/// Takes a lease on the prediction block as well, and holds every shape of it against the model's.
+fn attach_drafter(options: &Options, mtp: &Mtp, base: &Weights) -> Result<Attached, Failure> {
+    let attached = ds4_attach::attach(&ds4_attach::Options {
+        model: Some(mtp.name.clone()),
+        verify: options.verify,
+        wait: options.owner_wait,
+        ..ds4_attach::Options::new(options.runtime_dir.join(BROKER_SOCKET))
+    })?;
+    match misfit(&base.manifest, &attached.weights.manifest) {
+        None => Ok(attached),
+        Some(why) => {
+            let (block, model) = (&attached.weights.manifest.model.name, &base.manifest.model.name);
+            Err(Failure::model(format!(
+                "{block} is no prediction block for {model}: {why}; give --mtp another, or none"
+            )))
+        }
+    }
+}
+
+/// Why `block` does not go with `base`.
+fn misfit(base: &WeightManifest, block: &WeightManifest) -> Option<String> {
+    let catalog = Catalog::builtin();
+    let (family, of) = (&block.model.family, &base.model.family);
+    let Some(drafter) = catalog.drafter(family) else { return Some(format!("it is a model of family {family}")) };
+    let entry = catalog.entry(&base.model.artifact).and_then(|e| catalog.expand(e, &base.metadata).ok());
+    let Some(base) = entry else { return Some(format!("a model of family {of} without a catalog entry takes none")) };
+    drafter.difference(&base, &block.tensors)
 }
 
 /// The side of a start that computes.
@@ -109,12 +143,16 @@ struct Computing {
 fn compute(
     options: &Options,
     weights: &Weights,
+    drafter: Option<(&Mtp, &Weights)>,
     late: Arc<LateVocabulary>,
     phases: &mut Phases,
     since: &mut Instant,
 ) -> Result<Computing, Failure> {
     let device = CpuDevice::new(options.threads);
-    let model = ds4_models::build(&device, weights)?;
+    let mut model = ds4_models::build(&device, weights)?;
+    if let Some((mtp, weights)) = drafter {
+        model.attach_drafter(&device, weights, mtp.settings)?;
+    }
     phases.lap("bind", since);
     judge_memory(model.state(), options, model.shape().context)?;
     let (vocab, context_train) = (model.shape().vocab, model.shape().context);
@@ -157,14 +195,16 @@ fn check_vocabulary(logits: usize, tokenizer: &Tokenizer) -> Result<(), Failure>
 /// long request could ever be served.
 fn judge_memory(state: &StateSpec, options: &Options, context_train: usize) -> Result<(), Failure> {
     let context = options.engine.context.min(context_train);
-    let one = (state.bytes_per_token() as u64).saturating_mul(context as u64);
-    let all = one.saturating_mul(options.engine.max_batch as u64);
+    let one = state.bytes(context) as u64;
+    let checkpoints = options.engine.checkpoint_limit(state) as u64;
+    let all = one.saturating_mul(options.engine.max_batch as u64).saturating_add(checkpoints);
     let Some(available) = ds4_os::memory::available() else { return Ok(()) };
     let mib = |bytes: u64| bytes >> 20;
     tracing::info!(
         context,
         bank_mib = mib(one),
         banks = options.engine.max_batch,
+        checkpoints_mib = mib(checkpoints),
         all_banks_mib = mib(all),
         available_mib = mib(available.bytes),
         source = %available.source,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use ds4_api::ApiConfig;
 use ds4_engine::EngineConfig;
+use ds4_models::deepseek_v4::{MtpAlignment, MtpSettings};
 use ds4_settings::{ConfigArgs, ConfigErrors, Layered, Origins, Problems, default_runtime_dir};
 
 /// Serves one model of a weight owner over HTTP.
@@ -75,6 +76,19 @@ pub struct Flags {
     /// Most memory of all checkpoints
     #[arg(long, env = "DS4_CHECKPOINT_MIB", value_name = "MIB")]
     pub checkpoint_mib: Option<u32>,
+    /// Name of the owner's prediction block (MTP) that belongs to the model: it guesses tokens ahead for requests of
+    /// temperature 0, and never changes an answer
+    #[arg(long, env = "DS4_MTP", value_name = "NAME")]
+    pub mtp: Option<String>,
+    /// Most tokens guessed ahead in a step, 1 to 16
+    #[arg(long, env = "DS4_MTP_DRAFT", value_name = "N")]
+    pub mtp_draft: Option<u32>,
+    /// Guess no further when the best guess's logit leads the second's by less; 0: guess on
+    #[arg(long, env = "DS4_MTP_MARGIN", value_name = "LOGITS")]
+    pub mtp_margin: Option<f32>,
+    /// Token that the block gets beside the model's state of a position: the next one's or the same one's
+    #[arg(long, env = "DS4_MTP_ALIGNMENT", value_enum, value_name = "TOKEN")]
+    pub mtp_alignment: Option<Alignment>,
     /// Compute threads [default: as many as this process may use]
     #[arg(long, env = "DS4_THREADS", value_name = "N")]
     pub threads: Option<u32>,
@@ -110,6 +124,24 @@ pub struct Flags {
     pub log: Option<String>,
 }
 
+/// Values of `--mtp-alignment`.
+#[derive(clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Alignment {
+    /// The token that follows, as in DeepSeek V3's report
+    Next,
+    /// The token of the position itself, as in the ds4 program
+    Same,
+}
+
+/// A prediction block and how it is used.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mtp {
+    /// Its name in the owner.
+    pub name: String,
+    pub settings: MtpSettings,
+}
+
 /// What the flags mean.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -118,6 +150,7 @@ pub struct Options {
     pub runtime_dir: PathBuf,
     pub model: Option<String>,
     pub expected: Option<[u8; 32]>,
+    pub mtp: Option<Mtp>,
     pub verify: bool,
     pub owner_wait: Duration,
     pub threads: usize,
@@ -144,6 +177,9 @@ fn defaults() -> Flags {
         checkpoints: n(engine.checkpoints),
         checkpoint_interval: n(engine.checkpoint_interval),
         checkpoint_mib: n(engine.checkpoint_bytes >> 20),
+        mtp_draft: n(engine.drafts),
+        mtp_margin: Some(0.0),
+        mtp_alignment: Some(Alignment::Next),
         threads: std::thread::available_parallelism().ok().and_then(|t| n(t.get())),
         drain_deadline: Some(30),
         stall_timeout: s(engine.stall_timeout),
@@ -174,6 +210,7 @@ pub fn resolve(cli: &Cli, origins: &Origins) -> Result<(Options, Layered<Flags>)
         max_queue: n(v.max_queue),
         prefill_chunk: n(v.prefill_chunk),
         prefill_chunk_busy: n(v.prefill_chunk).div_ceil(4),
+        drafts: n(v.mtp_draft),
         checkpoints: n(v.checkpoints),
         checkpoint_interval: n(v.checkpoint_interval),
         checkpoint_bytes: n(v.checkpoint_mib) << 20,
@@ -199,6 +236,16 @@ pub fn resolve(cli: &Cli, origins: &Origins) -> Result<(Options, Layered<Flags>)
         runtime_dir: v.runtime_dir.clone().unwrap_or_else(default_runtime_dir),
         model: v.model.clone(),
         expected: v.expect_blake3.as_deref().and_then(parse_blake3),
+        mtp: v.mtp.clone().map(|name| Mtp {
+            name,
+            settings: MtpSettings {
+                alignment: match v.mtp_alignment {
+                    Some(Alignment::Same) => MtpAlignment::SameToken,
+                    Some(Alignment::Next) | None => MtpAlignment::NextToken,
+                },
+                margin: v.mtp_margin.unwrap_or(0.0),
+            },
+        }),
         verify: v.verify_weights.unwrap_or(false),
         owner_wait: s(v.owner_wait),
         threads: n(v.threads),
@@ -228,7 +275,10 @@ fn check(v: &Flags, problems: &mut Problems) {
     {
         problems.key("expect-blake3", format_args!("is {hex:?}, which is not a BLAKE3 of 64 hexadecimal digits"));
     }
-    let ranges: [(&str, Option<u32>, u32, u32); 15] = [
+    if let Some(margin) = v.mtp_margin.filter(|m| !(0.0..=1000.0).contains(m)) {
+        problems.key("mtp-margin", format_args!("is {margin}: give 0 to 1000"));
+    }
+    let ranges: [(&str, Option<u32>, u32, u32); 16] = [
         ("ctx", v.ctx, 2, 1 << 24),
         ("max-batch", v.max_batch, 1, 1024),
         ("max-queue", v.max_queue, 1, 1 << 20),
@@ -236,6 +286,7 @@ fn check(v: &Flags, problems: &mut Problems) {
         ("checkpoints", v.checkpoints, 0, 64),
         ("checkpoint-interval", v.checkpoint_interval, 1, 1 << 24),
         ("checkpoint-mib", v.checkpoint_mib, 0, 1 << 20),
+        ("mtp-draft", v.mtp_draft, 1, 16),
         ("threads", v.threads, 1, 4096),
         ("stall-timeout", v.stall_timeout, 1, u32::MAX),
         ("header-timeout", v.header_timeout, 1, u32::MAX),
@@ -289,6 +340,19 @@ mod tests {
         );
         let o = run(&["--checkpoints", "0", "--checkpoint-interval=7", "--checkpoint-mib=0"]).unwrap();
         assert_eq!((o.engine.checkpoints, o.engine.checkpoint_interval, o.engine.checkpoint_bytes), (0, 7, 0));
+    }
+
+    #[test]
+    fn deepseek_v4_mtp_settings_resolve_and_have_ranges() {
+        assert_eq!((run(&[]).unwrap().mtp, run(&[]).unwrap().engine.drafts), (None, 1));
+        let o = run(&["--mtp", "x-mtp", "--mtp-draft=4", "--mtp-margin=1.5", "--mtp-alignment=same"]).unwrap();
+        let settings = MtpSettings { alignment: MtpAlignment::SameToken, margin: 1.5 };
+        assert_eq!((o.mtp, o.engine.drafts), (Some(Mtp { name: "x-mtp".into(), settings }), 4));
+        let e = run(&["--mtp-draft", "17", "--mtp-margin=-1"]).unwrap_err();
+        for part in ["--mtp-draft is 17: give 1 to 16", "--mtp-margin is -1: give 0 to 1000"] {
+            assert!(e.contains(part), "{part} in {e}");
+        }
+        assert!(run(&["--mtp-alignment", "previous"]).is_err());
     }
 
     #[test]

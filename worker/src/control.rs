@@ -65,6 +65,9 @@ impl Worker for Control {
             ready_ms: m.ready_ms,
             device: m.device.clone(),
             synthetic: m.synthetic,
+            drafter: m.drafter.clone().unwrap_or_default(),
+            drafted_tokens: s.drafted_tokens,
+            accepted_tokens: s.accepted_tokens,
         }))
     }
 

@@ -41,6 +41,11 @@ impl Failure {
         Self::new(EXIT_SELF_TEST, message)
     }
 
+    /// The model, or what was given to it, is not usable.
+    pub fn model(message: impl ToString) -> Self {
+        Self::new(EXIT_MODEL, message)
+    }
+
     /// Anything without a code of its own.
     pub fn other(message: impl ToString) -> Self {
         Self::new(1, message)

@@ -31,7 +31,7 @@ pub fn run(options: Options, started: Instant, runtime: &Runtime) -> Result<(), 
     let mut signals = runtime.block_on(async { Signals::new() })?;
     let http = Http::open(&options)?;
     let (control_guard, control_listener) = Control::open(&options.runtime_dir)?;
-    let Booted { attached, engine, tokenizer, template, context_train, device, phases, .. } = {
+    let Booted { attached, drafter, engine, tokenizer, template, context_train, device, phases, .. } = {
         let booted = boot_unless_told_to_stop(&options, runtime, &mut signals)?;
         let Some(booted) = booted else { return Ok(()) };
         booted
@@ -44,6 +44,7 @@ pub fn run(options: Options, started: Instant, runtime: &Runtime) -> Result<(), 
         family: manifest.model.family.clone(),
         artifact: manifest.model.artifact.clone(),
         synthetic: manifest.metadata.is_synthetic(),
+        drafter: drafter.as_ref().map(|d| d.weights.manifest.model.name.clone()),
         abilities: template.as_ref().map_or_else(Default::default, ds4_text::ChatTemplate::abilities),
         blake3: hex(&manifest.model.content),
         epoch: manifest.epoch,
@@ -80,8 +81,8 @@ pub fn run(options: Options, started: Instant, runtime: &Runtime) -> Result<(), 
         );
         notify(&[NotifyState::Ready, NotifyState::Status(&format!("serving {} on {addr}", info.name))]);
         let life = Life { api, engine, server, signals, drain_deadline: options.drain_deadline };
-        life.serve(&attached.lease, drains).await?;
-        drop((control_guard, attached));
+        life.serve(&attached.lease, drafter.as_ref().map(|d| &d.lease), drains).await?;
+        drop((control_guard, attached, drafter));
         Ok(())
     })
 }
@@ -136,10 +137,20 @@ struct Life {
 
 impl Life {
     /// Until something asks for an end, then drains.
-    async fn serve(mut self, lease: &Lease, mut drains: mpsc::Receiver<Duration>) -> Result<(), Failure> {
+    async fn serve(
+        mut self,
+        lease: &Lease,
+        drafter: Option<&Lease>,
+        mut drains: mpsc::Receiver<Duration>,
+    ) -> Result<(), Failure> {
         let (tx, mut notices) = mpsc::unbounded_channel();
         // The receiver lives as long as this function; after it nobody needs to know.
-        let watching = lease.watch(move |notice| drop(tx.send(notice)));
+        let also = tx.clone();
+        let watching = lease.watch(move |notice| drop(tx.send(notice))).and_then(|()| match drafter {
+            // That the owner is gone, the other lease says.
+            Some(lease) => lease.watch(move |n| drop((n != Notice::OwnerGone).then(|| also.send(n)))),
+            None => Ok(()),
+        });
         watching.map_err(|e| Failure::other(format!("cannot watch the lease: {e}")))?;
         let deadline = loop {
             tokio::select! {

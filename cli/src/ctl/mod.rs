@@ -137,8 +137,11 @@ fn model_row(m: &v1::Model) -> Vec<Cell> {
         cell("state", state_name(m.state)).shown(state),
         cell("bytes", m.bytes).shown(bytes(m.bytes)),
         cell("leases", m.leases),
-        cell("family", m.family.as_str())
-            .shown(format!("{}{}", m.family, if m.synthetic { " (synthetic weights)" } else { "" })),
+        cell("family", m.family.as_str()).shown(format!(
+            "{}{}",
+            m.family,
+            if m.synthetic { " (synthetic weights)" } else { "" }
+        )),
         cell("synthetic", m.synthetic).hidden(),
         cell("artifact", m.artifact.as_str()).hidden(),
         cell("chunks", m.chunks).hidden(),
@@ -173,6 +176,15 @@ fn owner_cells(s: &v1::StatusReply) -> Vec<Cell> {
     ]
 }
 
+/// The prediction block and how often its guesses came true.
+fn guesses(s: &v1::WorkerStatusReply) -> String {
+    match (s.drafter.as_str(), u128::from(s.accepted_tokens) * 100 / u128::from(s.drafted_tokens.max(1))) {
+        ("", _) => "none".to_owned(),
+        (name, _) if s.drafted_tokens == 0 => format!("{name}, nothing guessed yet"),
+        (name, percent) => format!("{name}, {percent}% of {} guesses came true", s.drafted_tokens),
+    }
+}
+
 fn worker_cells(s: &v1::WorkerStatusReply) -> Vec<Cell> {
     vec![
         cell("version", s.version.as_str()),
@@ -189,6 +201,9 @@ fn worker_cells(s: &v1::WorkerStatusReply) -> Vec<Cell> {
         cell("blake3", s.blake3.as_str()).hidden(),
         cell("http", s.http.as_str()).shown(format!("http://{}", s.http)),
         cell("device", s.device.as_str()),
+        cell("drafter", s.drafter.as_str()).shown(guesses(s)),
+        cell("drafted_tokens", s.drafted_tokens).hidden(),
+        cell("accepted_tokens", s.accepted_tokens).hidden(),
         cell("running", s.running),
         cell("queued", s.queued),
         cell("context", s.context),

@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use ds4_manifests::{Catalog, GgufModel};
 use ds4_proto::v1;
-use ds4_settings::{ConfigArgs, Origins};
+use ds4_settings::{ConfigArgs, EXIT_MODEL, Origins};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -36,6 +37,19 @@ pub struct ServeArgs {
     /// GGUF file to serve, or its first shard (repeatable) [default: the starter model of `ds4 pull`]
     #[arg(long, value_name = "FILE")]
     model: Vec<PathBuf>,
+    /// Prediction block (MTP) of the model, a GGUF file: it guesses tokens ahead for requests of temperature 0, and never
+    /// changes an answer
+    #[arg(long, value_name = "FILE", requires = "model")]
+    mtp: Option<PathBuf>,
+    /// Most tokens that it guesses ahead in a step, 1 to 16
+    #[arg(long, value_name = "N", requires = "mtp")]
+    mtp_draft: Option<u32>,
+    /// It guesses no further when its best guess's logit leads the second's by less
+    #[arg(long, value_name = "LOGITS", requires = "mtp")]
+    mtp_margin: Option<f32>,
+    /// Token that it gets beside the model's state of a position: next (the one that follows) or same
+    #[arg(long, value_name = "TOKEN", requires = "mtp")]
+    mtp_alignment: Option<String>,
     /// Address that the HTTP API listens on
     #[arg(long, value_name = "ADDR")]
     http: Option<SocketAddr>,
@@ -66,26 +80,41 @@ pub struct ServeArgs {
 impl ServeArgs {
     fn owner_args(&self) -> anyhow::Result<Vec<OsString>> {
         let mut args = Vec::new();
-        for model in &self.model {
+        for model in self.model.iter().chain(&self.mtp) {
             args.extend(["--model".into(), std::path::absolute(model)?.into()]);
         }
         args.extend(self.allow_dev_models.then(|| "--allow-dev-models".into()));
         Ok(args)
     }
 
-    fn worker_args(&self) -> Vec<OsString> {
+    fn worker_args(&self) -> anyhow::Result<Vec<OsString>> {
         let given = [
+            ("--mtp", self.mtp.as_deref().map(block_name).transpose()?),
+            ("--mtp-draft", self.mtp_draft.map(|v| v.to_string())),
+            ("--mtp-margin", self.mtp_margin.map(|v| v.to_string())),
+            ("--mtp-alignment", self.mtp_alignment.clone()),
             ("--ctx", self.ctx.map(|v| v.to_string())),
             ("--max-batch", self.max_batch.map(|v| v.to_string())),
             ("--threads", self.threads.map(|v| v.to_string())),
         ];
         let flags = given.into_iter().filter_map(|(flag, value)| Some([OsString::from(flag), value?.into()])).flatten();
         let remote = self.allow_remote.then(|| "--allow-remote".into());
-        flags.chain(remote).chain(self.rest.iter().cloned()).collect()
+        Ok(flags.chain(remote).chain(self.rest.iter().cloned()).collect())
     }
 
     fn http_args(&self) -> Vec<OsString> {
         self.http.iter().flat_map(|address| ["--http".into(), address.to_string().into()]).collect()
+    }
+}
+
+/// Name under which the owner holds the prediction block of this file.
+fn block_name(path: &Path) -> anyhow::Result<String> {
+    let refused = |why: String| Failure::error(EXIT_MODEL, format!("--mtp {}: {why}", path.display()));
+    let file = GgufModel::open(path).map_err(|e| refused(e.to_string()))?;
+    // Whether development blocks are allowed is the owner's business.
+    match Catalog::builtin().identify_drafter(&file.metadata, &file.tensors, true) {
+        Some(found) => Ok(found.map_err(|e| refused(e.to_string()))?.name),
+        None => Err(refused("it is not the file of a prediction block, whose tensors are called mtp.0.…".into())),
     }
 }
 

@@ -86,7 +86,7 @@ impl Plan {
         }
         let owner = Program::checked("ds4-weight-owner", "owner", [common.clone(), args.owner_args()?].concat(), &[])?;
         let worker =
-            Program::checked("ds4-worker", "worker", [common, args.worker_args()].concat(), &args.http_args())?;
+            Program::checked("ds4-worker", "worker", [common, args.worker_args()?].concat(), &args.http_args())?;
         Ok(Self { dir, owner, worker, serve })
     }
 

@@ -30,6 +30,32 @@ pub(crate) fn product(isa: Isa, panel: &Panel, quants: &[Quants], meta: &[Meta],
     }
 }
 
+/// Outputs of two panels.
+pub(crate) const PAIR: usize = 2 * N;
+
+/// [`product`] with two panels of one weight side by side: the same bits, and quicker where rows are many.
+pub(crate) fn product_pair(
+    isa: Isa,
+    panels: &[Panel; 2],
+    quants: &[Quants],
+    meta: &[Meta],
+    part: &mut Vec<[f32; N]>,
+    out: &mut [[f32; PAIR]],
+) {
+    #[cfg(target_arch = "x86_64")]
+    if isa.kind() == Kind::Avx512 {
+        crate::cpu::dot_avx512::product_pair(isa, panels, quants, meta, out);
+        return;
+    }
+    part.resize(out.len(), [0.0; N]);
+    for (p, panel) in panels.iter().enumerate() {
+        product(isa, panel, quants, meta, part);
+        for (out, part) in out.iter_mut().zip(part.iter()) {
+            out[p * N..(p + 1) * N].copy_from_slice(part);
+        }
+    }
+}
+
 #[inline(always)]
 fn plain_impl<L: Lanes>(panel: &Panel, quants: &[Quants], meta: &[Meta], out: &mut [[f32; N]]) {
     let subs = BLOCK / panel.sub;
@@ -113,6 +139,39 @@ mod tests {
                                 "{ty} on {} row {r} of {rows}: {got:?} {want:?} (DS4_SEED={seed})",
                                 isa.name()
                             );
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn pairs_give_the_bits_of_single_panels() {
+        let seed = Random::fresh_seed();
+        let mut rng = Random::new(seed);
+        for ty in quant::SUPPORTED.into_iter().filter(|t| t.block_elems() > 1) {
+            let cols = 512;
+            let w = [rng.weights(ty, N, cols), rng.weights(ty, N, cols)];
+            for rows in [1, 2, 3, 4, 5, 6, 7, 11, 12, 17] {
+                let x = rng.activations(rows * cols);
+                for isa in Isa::available() {
+                    let mut acts = Activations::default();
+                    acts.resize(rows, cols);
+                    q16::quantize(isa, &x, &mut acts.quants, &mut acts.meta);
+                    let panels = [0, 1].map(|p: usize| {
+                        let mut panel = Panel::default();
+                        let w: Vec<&[u8]> = w[p].chunks_exact(quant::row_bytes(ty, cols)).collect();
+                        panel.unpack(isa, ty, &w, cols);
+                        panel
+                    });
+                    let mut out = vec![[f32::NAN; PAIR]; rows];
+                    product_pair(isa, &panels, &acts.quants, &acts.meta, &mut Vec::new(), &mut out);
+                    for (p, w) in w.iter().enumerate() {
+                        for (want, got) in run(isa, ty, w, cols, &x, rows).iter().zip(&out) {
+                            let got = &got[p * N..(p + 1) * N];
+                            let same = got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits());
+                            assert!(same, "{ty} on {} with {rows} rows (DS4_SEED={seed})", isa.name());
                         }
                     }
                 }

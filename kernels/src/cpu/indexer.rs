@@ -1,22 +1,35 @@
 //! The lightning indexer: scores of compressed rows, and the best of them.
 //!
-//! Sixteen rows are widened at a time and meet all heads of all queries of a tile. Per query and row, heads are summed in order.
+//! Sixteen rows at a time meet all heads of all queries of a tile: rows stored in FP4 as integers ([`crate::cpu::index_fp4`]),
+//! others widened to f32. Per query and row, heads are summed in order.
 
 use std::ops::Range;
 
 use crate::cpu::bank::BankView;
 use crate::cpu::float;
+use crate::cpu::index_fp4::{self, Query};
 use crate::cpu::isa::{Isa, multiversion};
 use crate::cpu::lanes::{Lanes, N};
 use crate::cpu::raw::RawRows;
 use crate::cpu::{CpuBuffer, state_rows};
 use crate::ops::Indexer;
+use crate::state::StateType;
 
 /// Work memory of scoring.
 #[derive(Default)]
 pub(crate) struct Scratch {
     keys: Vec<f32>,
     part: Vec<[f32; N]>,
+    packed: index_fp4::Keys,
+}
+
+/// The queries of a tile as rows stored in FP4 meet them; none for other storage.
+pub(crate) fn prepare(isa: Isa, p: &Indexer, bank: &BankView, q: &CpuBuffer, rows: Range<usize>, out: &mut Vec<Query>) {
+    let fp4 = bank.slot(p.rows_slot).ty == StateType::Fp4 && index_fp4::fits(p.head_dim);
+    out.resize_with(if fp4 { rows.len() } else { 0 }, Query::default);
+    for (query, row) in out.iter_mut().zip(rows) {
+        query.set(isa, q.row(row));
+    }
 }
 
 #[allow(clippy::too_many_arguments, reason = "operands and work memory of an operation")]
@@ -48,7 +61,7 @@ multiversion! {
 }
 
 /// Scores of compressed rows `16 panels.start .. 16 panels.end` (below `visible`) for the queries at rows `queries` of `q` and `w`,
-/// into the same columns of `out`, a row per query; `out` is `[queries, whole panels]`.
+/// into the same columns of `out`, a row per query; `out` is `[queries, whole panels]`. `prepared` is what [`prepare`] made of them.
 ///
 /// # Safety
 /// Nobody else may use those columns of `out` meanwhile.
@@ -62,9 +75,27 @@ pub(crate) unsafe fn scores(
     visible: usize,
     (q, w): (&CpuBuffer, &CpuBuffer),
     queries: Range<usize>,
+    prepared: &[Query],
     s: &mut Scratch,
     out: &RawRows<'_>,
 ) {
+    if !prepared.is_empty() {
+        for panel in panels {
+            let mut rows = [&[][..]; N];
+            let count = N.min(visible - panel * N);
+            for (k, row) in rows.iter_mut().enumerate().take(count) {
+                *row = state_rows::packed(bank, p.rows_slot, panel * N + k);
+            }
+            s.packed.set(isa, &rows[..count], p.head_dim);
+            for (i, row) in queries.clone().enumerate() {
+                let mut sum = [0.0; N];
+                index_fp4::score(isa, &prepared[i], &s.packed, w.row(row), p.scale, &mut sum);
+                // SAFETY: as the caller promises.
+                unsafe { out.part(i, panel * N, N) }.copy_from_slice(&sum);
+            }
+        }
+        return;
+    }
     s.keys.resize(N * p.head_dim, 0.0);
     for panel in panels {
         let count = N.min(visible - panel * N);

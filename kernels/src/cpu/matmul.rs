@@ -1,7 +1,7 @@
 //! `x · wᵀ` for groups of weights that share their activations.
 //!
-//! Work is split into items of one *panel* (16 outputs of one weight) and one block of activation rows. The panel's weights
-//! are unpacked once per item into a small tile and reused by all rows of the block; a single row takes the same path, so
+//! Work is split into items of one *strip* (two panels, 32 outputs of one weight) and one block of activation rows. The strip's
+//! weights are unpacked once per item into small tiles and reused by all rows of the block; a single row takes the same path, so
 //! its operations are the same whatever the batch.
 
 #![allow(unsafe_code, reason = "items write disjoint parts of shared outputs")]
@@ -12,6 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use ds4_manifests::GgmlType;
 
+use crate::cpu::dot::PAIR;
 use crate::cpu::isa::Isa;
 use crate::cpu::lanes::N;
 use crate::cpu::panel::Panel;
@@ -26,14 +27,26 @@ pub(crate) const ROW_BLOCK: usize = 128;
 /// Rows below which quantising them in parallel is not worth a dispatch.
 const PARALLEL_ROWS: usize = 8;
 
-/// A thread's unpacked panel and its products.
+/// Outputs per item.
+pub(crate) const STRIP: usize = PAIR;
+
+/// Outputs per item of a float weight: one row's products with [`float::product`] take eight at a time, and narrow float weights
+/// (a mixer of hyper-connections has 24 outputs) must still be enough items for all threads.
+const FLOAT_STRIP: usize = 8;
+
+fn strip_of(w: &CpuWeight) -> usize {
+    if is_float(w.ty) { FLOAT_STRIP } else { STRIP }
+}
+
+/// A thread's unpacked panels and their products.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    panel: Panel,
-    /// Products of one panel, per row.
-    pub(crate) out: Vec<[f32; N]>,
-    /// Room for another panel's.
-    pub(crate) other: Vec<[f32; N]>,
+    panels: [Panel; 2],
+    part: Vec<[f32; N]>,
+    /// Products of one strip, per row.
+    pub(crate) out: Vec<[f32; STRIP]>,
+    /// Room for another strip's.
+    pub(crate) other: Vec<[f32; STRIP]>,
 }
 
 thread_local! {
@@ -53,8 +66,8 @@ pub(crate) struct Inputs<'a> {
 }
 
 impl Inputs<'_> {
-    /// Multiplies `rows` with outputs `first .. first + outputs` (16 at most) of `w` into `s.out`.
-    pub(crate) fn panel(
+    /// Multiplies `rows` with outputs `first .. first + outputs` ([`STRIP`] at most) of `w` into `s.out`.
+    pub(crate) fn strip(
         &self,
         isa: Isa,
         s: &mut Scratch,
@@ -64,19 +77,41 @@ impl Inputs<'_> {
         rows: Range<usize>,
     ) {
         let bytes = &*w.bytes;
-        let mut weight_rows = [&bytes[..0]; N];
+        let mut weight_rows = [&bytes[..0]; STRIP];
         for (i, r) in weight_rows.iter_mut().enumerate().take(outputs) {
             *r = &bytes[(first + i) * w.row_bytes..(first + i + 1) * w.row_bytes];
         }
         let weight_rows = &weight_rows[..outputs];
-        s.out.resize(rows.len(), [0.0; N]);
-        if is_float(w.ty) {
-            let x = &self.floats[rows.start * self.cols..rows.end * self.cols];
-            float::product(isa, w.ty, weight_rows, w.cols, x, &mut s.out);
-        } else {
-            s.panel.unpack(isa, w.ty, weight_rows, w.cols);
-            let at = rows.start * self.quants.blocks;
-            dot::product(isa, &s.panel, &self.quants.quants[at..], &self.quants.meta[at..], &mut s.out);
+        s.out.resize(rows.len(), [0.0; STRIP]);
+        let at = rows.start * self.quants.blocks;
+        if !is_float(w.ty) && outputs > N && rows.len() > 1 {
+            for (panel, rows) in s.panels.iter_mut().zip(weight_rows.chunks(N)) {
+                panel.unpack(isa, w.ty, rows, w.cols);
+            }
+            let (quants, meta) = (&self.quants.quants[at..], &self.quants.meta[at..]);
+            dot::product_pair(isa, &s.panels, quants, meta, &mut s.part, &mut s.out);
+            return;
+        }
+        s.part.resize(rows.len(), [0.0; N]);
+        for (p, weight_rows) in weight_rows.chunks(N).enumerate() {
+            // One row needs no second copy.
+            let part = if let [out] = &mut s.out[..] {
+                std::slice::from_mut(&mut out.as_chunks_mut::<N>().0[p])
+            } else {
+                &mut s.part[..]
+            };
+            if is_float(w.ty) {
+                let x = &self.floats[rows.start * self.cols..rows.end * self.cols];
+                float::product(isa, w.ty, weight_rows, w.cols, x, part);
+            } else {
+                s.panels[0].unpack(isa, w.ty, weight_rows, w.cols);
+                dot::product(isa, &s.panels[0], &self.quants.quants[at..], &self.quants.meta[at..], part);
+            }
+            if rows.len() > 1 {
+                for (out, part) in s.out.iter_mut().zip(&s.part) {
+                    out[p * N..(p + 1) * N].copy_from_slice(part);
+                }
+            }
         }
     }
 }
@@ -90,13 +125,13 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
     }
     let mut targets = Vec::with_capacity(group.len());
     let mut ends = Vec::with_capacity(group.len());
-    let mut panels = 0;
+    let mut strips = 0;
     for (w, out) in group.iter_mut() {
         assert_eq!(w.cols, x.width(), "{}: activations of another width", w.name);
         assert_eq!(w.rows, out.width(), "{}: output of another width", w.name);
         out.resize(rows);
-        panels += w.rows.div_ceil(N);
-        ends.push(panels);
+        strips += w.rows.div_ceil(strip_of(w));
+        ends.push(strips);
         targets.push((*w, RawRows::new(out.data_mut(), w.rows)));
     }
     let mut quants = device.activations.lock().unwrap_or_else(PoisonError::into_inner);
@@ -104,19 +139,19 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
         quantize(device, rows, x.width(), &|r| x.row(r), &mut quants);
     }
     let inputs = Inputs { floats: x.data(), quants: &quants, cols: x.width() };
-    let items = panels * rows.div_ceil(ROW_BLOCK);
-    device.pool.run(items, grain(device, panels), &|range| {
+    let items = strips * rows.div_ceil(ROW_BLOCK);
+    device.pool.run(items, grain(device, strips), &|range| {
         SCRATCH.with_borrow_mut(|s| {
             for item in range {
-                let (block, panel) = (item / panels, item % panels);
-                let g = ends.partition_point(|end| *end <= panel);
+                let (block, strip) = (item / strips, item % strips);
+                let g = ends.partition_point(|end| *end <= strip);
                 let (w, out) = &targets[g];
-                let first = (panel - if g == 0 { 0 } else { ends[g - 1] }) * N;
-                let outputs = N.min(w.rows - first);
+                let first = (strip - if g == 0 { 0 } else { ends[g - 1] }) * strip_of(w);
+                let outputs = strip_of(w).min(w.rows - first);
                 let block = block * ROW_BLOCK..rows.min((block + 1) * ROW_BLOCK);
-                inputs.panel(device.isa, s, w, first, outputs, block.clone());
+                inputs.strip(device.isa, s, w, first, outputs, block.clone());
                 for (r, o) in block.zip(&s.out) {
-                    // SAFETY: this item alone has these rows of this panel.
+                    // SAFETY: this item alone has these rows of this strip.
                     unsafe { out.part(r, first, outputs) }.copy_from_slice(&o[..outputs]);
                 }
             }
@@ -140,19 +175,19 @@ pub(crate) fn grouped(device: &CpuDevice, x: &CpuBuffer, w: &CpuWeight, groups: 
         quantize(device, groups * rows, cols, &part, &mut quants);
     }
     let inputs = Inputs { floats: &floats, quants: &quants, cols };
-    let panels = rank.div_ceil(N);
-    let per_block = groups * panels;
+    let strips = rank.div_ceil(STRIP);
+    let per_block = groups * strips;
     let target = RawRows::new(out.data_mut(), w.rows);
     device.pool.run(per_block * rows.div_ceil(ROW_BLOCK), grain(device, per_block), &|range| {
         SCRATCH.with_borrow_mut(|s| {
             for item in range {
-                let (block, g, panel) = (item / per_block, item % per_block / panels, item % panels);
-                let first = g * rank + panel * N;
-                let outputs = N.min((g + 1) * rank - first);
+                let (block, g, strip) = (item / per_block, item % per_block / strips, item % strips);
+                let first = g * rank + strip * STRIP;
+                let outputs = STRIP.min((g + 1) * rank - first);
                 let block = block * ROW_BLOCK..rows.min((block + 1) * ROW_BLOCK);
-                inputs.panel(device.isa, s, w, first, outputs, g * rows + block.start..g * rows + block.end);
+                inputs.strip(device.isa, s, w, first, outputs, g * rows + block.start..g * rows + block.end);
                 for (r, o) in block.zip(&s.out) {
-                    // SAFETY: this item alone has these rows of this panel.
+                    // SAFETY: this item alone has these rows of this strip.
                     unsafe { target.part(r, first, outputs) }.copy_from_slice(&o[..outputs]);
                 }
             }
@@ -160,9 +195,9 @@ pub(crate) fn grouped(device: &CpuDevice, x: &CpuBuffer, w: &CpuWeight, groups: 
     });
 }
 
-/// Panels per claim: few enough to balance, many enough that claiming costs nothing.
-pub(crate) fn grain(device: &CpuDevice, panels: usize) -> usize {
-    (panels / (device.pool.threads() * 8)).clamp(1, 16)
+/// Strips per claim: few enough to balance, many enough that claiming costs nothing.
+pub(crate) fn grain(device: &CpuDevice, strips: usize) -> usize {
+    (strips / (device.pool.threads() * 8)).clamp(1, 16)
 }
 
 /// Types that are multiplied as f32.

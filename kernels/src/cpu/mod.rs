@@ -19,6 +19,7 @@ pub(crate) mod elementwise;
 pub(crate) mod float;
 pub(crate) mod formats;
 pub(crate) mod hyper;
+pub(crate) mod index_fp4;
 pub(crate) mod indexer;
 pub mod isa;
 pub(crate) mod lanes;

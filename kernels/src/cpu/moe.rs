@@ -12,7 +12,7 @@ use crate::cpu::elementwise;
 use crate::cpu::hyper::axpy;
 use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N};
-use crate::cpu::matmul::{Inputs, ROW_BLOCK, SCRATCH, grain, is_float, quantize};
+use crate::cpu::matmul::{Inputs, ROW_BLOCK, SCRATCH, STRIP, grain, is_float, quantize};
 use crate::cpu::q16::{Activations, Meta, Quants};
 use crate::cpu::raw::RawRows;
 use crate::cpu::{CpuBuffer, CpuDevice, CpuStep, CpuWeight};
@@ -150,25 +150,25 @@ fn gather(device: &CpuDevice, from: &Activations, order: &[usize], used: usize, 
 }
 
 /// What is done with `(group, first output, outputs, sorted rows)`.
-type PanelWork<'a> = dyn Fn(&Group, usize, usize, Range<usize>) + Sync + 'a;
+type StripWork<'a> = dyn Fn(&Group, usize, usize, Range<usize>) + Sync + 'a;
 
 impl CpuDevice {
-    /// Runs `f(group, first output, outputs, sorted rows)` for every panel of `width` outputs and row block of every group.
-    fn for_panels(&self, groups: &[Group], width: usize, f: &PanelWork<'_>) {
-        let panels = width.div_ceil(N);
+    /// Runs `f(group, first output, outputs, sorted rows)` for every strip of `width` outputs and row block of every group.
+    fn for_strips(&self, groups: &[Group], width: usize, f: &StripWork<'_>) {
+        let strips = width.div_ceil(STRIP);
         let mut ends = Vec::with_capacity(groups.len());
         let mut items = 0;
         for g in groups {
-            items += panels * g.rows.div_ceil(ROW_BLOCK);
+            items += strips * g.rows.div_ceil(ROW_BLOCK);
             ends.push(items);
         }
-        self.pool.run(items, grain(self, panels), &|range| {
+        self.pool.run(items, grain(self, strips), &|range| {
             for item in range {
                 let at = ends.partition_point(|end| *end <= item);
                 let g = &groups[at];
                 let item = item - if at == 0 { 0 } else { ends[at - 1] };
-                let (block, first) = (item / panels * ROW_BLOCK, item % panels * N);
-                f(g, first, N.min(width - first), g.first + block..g.first + g.rows.min(block + ROW_BLOCK));
+                let (block, first) = (item / strips * ROW_BLOCK, item % strips * STRIP);
+                f(g, first, STRIP.min(width - first), g.first + block..g.first + g.rows.min(block + ROW_BLOCK));
             }
         });
     }
@@ -255,14 +255,14 @@ impl MoeOps for CpuDevice {
         let inputs = Inputs { floats: &s.floats, quants: sorted, cols: x.width() };
         let act = RawRows::new(&mut s.act, ff);
         let (groups, order) = (&s.groups, &s.order);
-        self.for_panels(groups, ff, &|g, first, outputs, rows| {
+        self.for_strips(groups, ff, &|g, first, outputs, rows| {
             SCRATCH.with_borrow_mut(|t| {
                 let at = if lone { 0..1 } else { rows.clone() };
-                inputs.panel(self.isa, t, &experts.gate, g.expert * ff + first, outputs, at.clone());
+                inputs.strip(self.isa, t, &experts.gate, g.expert * ff + first, outputs, at.clone());
                 std::mem::swap(&mut t.out, &mut t.other);
-                inputs.panel(self.isa, t, &experts.up, g.expert * ff + first, outputs, at);
+                inputs.strip(self.isa, t, &experts.up, g.expert * ff + first, outputs, at);
                 for ((i, gate), up) in rows.zip(&t.other).zip(&t.out) {
-                    // SAFETY: this item alone has these rows of this panel.
+                    // SAFETY: this item alone has these rows of this strip.
                     let out = unsafe { act.part(i, first, outputs) };
                     let weight = routing.weights[order[i]];
                     swiglu_clamped_row(self.isa, &gate[..outputs], &up[..outputs], clamp, weight, out);
@@ -276,11 +276,11 @@ impl MoeOps for CpuDevice {
         }
         let inputs = Inputs { floats: &s.act[..assignments * ff], quants: &quants, cols: ff };
         let results = RawRows::new(&mut s.results, hidden);
-        self.for_panels(groups, hidden, &|g, first, outputs, rows| {
+        self.for_strips(groups, hidden, &|g, first, outputs, rows| {
             SCRATCH.with_borrow_mut(|t| {
-                inputs.panel(self.isa, t, &experts.down, g.expert * hidden + first, outputs, rows.clone());
+                inputs.strip(self.isa, t, &experts.down, g.expert * hidden + first, outputs, rows.clone());
                 for (i, o) in rows.zip(&t.out) {
-                    // SAFETY: this item alone has these rows of this panel.
+                    // SAFETY: this item alone has these rows of this strip.
                     unsafe { results.part(i, first, outputs) }.copy_from_slice(&o[..outputs]);
                 }
             });

@@ -7,11 +7,13 @@
 #![allow(unsafe_code, reason = "units write disjoint parts of shared outputs")]
 
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use crate::cpu::attend::attend;
 use crate::cpu::attention::SpanView;
 use crate::cpu::bank::BankView;
+use crate::cpu::index_fp4::Query;
 use crate::cpu::lanes::N;
 use crate::cpu::matmul;
 use crate::cpu::raw::RawRows;
@@ -66,6 +68,7 @@ struct Scratch {
     scores: Vec<[f32; N]>,
     part: Vec<[f32; N]>,
     indexer: indexer::Scratch,
+    queries: Vec<Query>,
     totals: Vec<f32>,
 }
 
@@ -250,11 +253,18 @@ impl SparseOps for CpuDevice {
         };
         // Enough tiles: each is one unit. Few of them (decode): the rows that they see are divided among the threads.
         let whole = tiles.len() >= self.pool.threads();
-        let score = |tile: &Tile<'_>, panels: std::ops::Range<usize>, s: &mut Scratch, target: &RawRows<'_>| {
-            let (bank, seen) = (&step.banks[tile.span.bank], visible(tile.pos(tile.rows - 1)));
-            let queries = tile.row(0)..tile.row(tile.rows);
+        let bank = |tile: &Tile<'_>| &step.banks[tile.span.bank];
+        let queries = |tile: &Tile<'_>| tile.row(0)..tile.row(tile.rows);
+        let score = |tile: &Tile<'_>,
+                     panels: Range<usize>,
+                     prepared: &[Query],
+                     s: &mut indexer::Scratch,
+                     target: &RawRows<'_>| {
+            let seen = visible(tile.pos(tile.rows - 1));
             // SAFETY: each panel of each tile is scored once.
-            unsafe { indexer::scores(self.isa, p, bank, panels, seen, (q, w), queries, &mut s.indexer, target) };
+            unsafe {
+                indexer::scores(self.isa, p, bank(tile), panels, seen, (q, w), queries(tile), prepared, s, target)
+            };
         };
         let panels = |tile: &Tile<'_>| visible(tile.pos(tile.rows - 1)).div_ceil(N);
         if whole {
@@ -264,7 +274,9 @@ impl SparseOps for CpuDevice {
                         let n = panels(tile);
                         let mut totals = std::mem::take(&mut s.totals);
                         totals.resize(tile.rows * n * N, 0.0);
-                        score(tile, 0..n, s, &RawRows::new(&mut totals, n * N));
+                        indexer::prepare(self.isa, p, bank(tile), q, queries(tile), &mut s.queries);
+                        let target = RawRows::new(&mut totals, n * N);
+                        score(tile, 0..n, &s.queries, &mut s.indexer, &target);
                         pick(tile, &totals, n * N);
                         s.totals = totals;
                     }
@@ -276,7 +288,11 @@ impl SparseOps for CpuDevice {
             let n = panels(tile);
             let mut totals = vec![0.0; tile.rows * n * N];
             let target = RawRows::new(&mut totals, n * N);
-            self.pool.run(n, 8, &|range| SCRATCH.with_borrow_mut(|s| score(tile, range, s, &target)));
+            let mut prepared = Vec::new();
+            indexer::prepare(self.isa, p, bank(tile), q, queries(tile), &mut prepared);
+            self.pool.run(n, 8, &|range| {
+                SCRATCH.with_borrow_mut(|s| score(tile, range, &prepared, &mut s.indexer, &target));
+            });
             pick(tile, &totals, n * N);
         }
     }

@@ -48,6 +48,11 @@ fn packed_row(bank: &BankView, slot: usize, row: usize) -> &mut [u8] {
     unsafe { std::slice::from_raw_parts_mut(bank.rows(slot).add(row * len), len) }
 }
 
+/// The stored bytes of row `row` of a packed slot.
+pub(crate) fn packed(bank: &BankView, slot: usize, row: usize) -> &[u8] {
+    packed_row(bank, slot, place(bank, slot, row))
+}
+
 /// Reads row `row` of `slot` as f32.
 pub(crate) fn read(isa: Isa, bank: &BankView, slot: usize, row: usize, out: &mut [f32]) {
     let s = bank.slot(slot);

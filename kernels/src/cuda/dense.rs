@@ -66,13 +66,17 @@ pub(super) fn product(d: &CudaDevice, w: &CudaWeight, groups: usize, from: Devic
     let float = w.ty.block_elems() == 1 && w.cols.is_multiple_of(8) && stride.is_multiple_of(8);
     // Several outputs a block read the activations once; few rows need the blocks instead.
     let outs = if rows > 32 && rank.is_multiple_of(4) { 4 } else { 1 };
-    let (name, per_block) =
-        if float { (format!("dense_{}_{outs}", w.ty), outs) } else { (format!("matmul_{}", w.ty), OUTPUTS) };
-    let grid = [dim(w.rows.div_ceil(per_block)), dim(rows.div_ceil(ROWS)), 1];
+    let at_once = if float && rows == 1 { 1 } else { ROWS };
+    let (name, per_block, block) = if float {
+        (format!("dense_{}_{outs}_{at_once}", w.ty), outs, [32, 8, 1])
+    } else {
+        (format!("matmul_{}", w.ty), OUTPUTS, [32, dim(OUTPUTS), 1])
+    };
+    let grid = [dim(w.rows.div_ceil(per_block)), dim(rows.div_ceil(at_once)), 1];
     let (start, row_bytes, cols, outputs) = (w.start(), w.row_bytes as i64, int(w.cols), int(w.rows));
     let (rank, stride, rows) = (int(rank), int(stride), int(rows));
     let all: [&dyn KernelArg; 9] = [&start, &row_bytes, &cols, &outputs, &rank, &from, &stride, &rows, &to];
-    d.launch(File::Matmul, &name, grid, [32, dim(OUTPUTS), 1], 0, &all);
+    d.launch(File::Matmul, &name, grid, block, 0, &all);
 }
 
 pub(super) fn rope(d: &CudaDevice, step: &CudaStep, rope: &Rope, head_dim: usize, x: &mut CudaBuffer) {
@@ -167,6 +171,6 @@ pub(super) fn gather_wanted(d: &CudaDevice, step: &CudaStep, x: &CudaBuffer, out
     assert_eq!(x.width(), out.width(), "gather shape");
     out.resize(step.wanted);
     let args = (x.start(), int(x.width()), out.start());
-    let grid = [dim(step.wanted), 1, 1];
+    let grid = [dim(step.wanted), dim(x.width().div_ceil(256)), 1];
     d.launch(File::Elementwise, "gather_wanted", grid, BLOCK, 0, &[&step.arg, &args.0, &args.1, &args.2]);
 }

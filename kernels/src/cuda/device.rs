@@ -69,6 +69,12 @@ impl CudaDevice {
         &self.stream
     }
 
+    /// Whether launches of short steps are held back and replayed as graphs (they are unless told otherwise). Results have the
+    /// same bits either way.
+    pub fn replay(&self, wanted: bool) {
+        self.arenas.replay(wanted);
+    }
+
     /// Waits for everything that was started.
     ///
     /// # Errors

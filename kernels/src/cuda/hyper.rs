@@ -3,14 +3,17 @@
 use super::buffer::CudaBuffer;
 use super::dense::{BLOCK, blocks, product};
 use super::device::CudaDevice;
-use super::driver::vmm::DevicePtr;
+use super::driver::{KernelArg, vmm::DevicePtr};
 use super::fatal::OrFatal;
-use super::kernels::{File, dim, int, threads};
+use super::kernels::{File, dim, int};
 use super::weight::CudaWeight;
 use crate::ops::{HyperOps, HyperParams, HyperWeights};
 
 /// Most residual streams of the kernels: the mixer of one row is a warp's registers.
 const MAX_STREAMS: usize = 5;
+
+/// Rows from which the sums of squares have a kernel of their own instead of being found by every block.
+const MANY_ROWS: usize = 16;
 
 /// Blocks over (rows, parts of the width).
 fn grid(rows: usize, width: usize) -> [u32; 3] {
@@ -18,24 +21,30 @@ fn grid(rows: usize, width: usize) -> [u32; 3] {
 }
 
 impl CudaDevice {
-    /// Raw mixer outputs of the RMS-normalised state, `[rows, outputs]`, to `out`.
-    fn mixer(&self, p: &HyperParams, w: &CudaWeight, state: &CudaBuffer, out: DevicePtr) {
-        let (rows, width) = (state.rows(), state.width());
-        assert_eq!(w.cols, width, "{}: streams of another width", w.name);
-        let flat = self.scratch().flat.at_least(&self.context().clone(), rows * width * 4);
-        let args = (state.start(), int(width));
-        let block = [threads(width, 1024), 1, 1];
-        self.launch(File::Hyper, "hyper_norm", [dim(rows), 1, 1], block, 0, &[&args.0, &p.rms_eps, &args.1, &flat]);
-        assert!(!w.is_tiled(), "{}: mixers are float tensors", w.name);
-        product(self, w, 1, flat, rows, width, out);
-    }
-
-    fn combine(&self, gates: DevicePtr, stride: usize, streams: usize, state: &CudaBuffer, x: &mut CudaBuffer) {
-        x.resize(state.rows());
-        let args = (int(stride), state.start(), int(streams), int(x.width()), x.start());
-        let grid = grid(state.rows(), x.width());
-        let all: [&dyn super::driver::KernelArg; 6] = [&gates, &args.0, &args.1, &args.2, &args.3, &args.4];
-        self.launch(File::Hyper, "hyper_combine", grid, [256, 1, 1], 0, &all);
+    /// `x` (and, unless it is the head's, the mixing weights to `mix`) from the state: the mixer's product with the state as it is, then
+    /// one kernel that divides by the RMS and does the rest.
+    fn mixer(&self, p: &HyperParams, w: &HyperWeights<CudaWeight>, state: &CudaBuffer, mix: DevicePtr, x: &mut CudaBuffer) {
+        let (n, rows, width, outputs) = (p.streams, state.rows(), state.width(), w.mixer.rows);
+        assert!(n <= MAX_STREAMS, "{n} streams; {MAX_STREAMS} at most");
+        assert_eq!(w.mixer.cols, width, "{}: streams of another width", w.mixer.name);
+        assert!(!w.mixer.is_tiled(), "{}: mixers are float tensors", w.mixer.name);
+        x.resize(rows);
+        let mut scratch = self.scratch();
+        let s = &mut *scratch;
+        let raw = s.mix.at_least(self.context(), rows.max(16) * outputs * 4);
+        product(self, &w.mixer, 1, state.start(), rows, width, raw);
+        let mut sums = 0;
+        let (from, all) = (state.start(), int(width));
+        if rows >= MANY_ROWS {
+            sums = s.squares.at_least(self.context(), rows * 4);
+            self.launch(File::Hyper, "hyper_squares", [dim(rows), 1, 1], BLOCK, 0, &[&from, &all, &sums]);
+        }
+        let parts = x.width().div_ceil(256) + usize::from(outputs > n);
+        let args = (w.scale.vector(), w.base.vector(), int(n), int(outputs), int(p.iterations), int(x.width()), x.start());
+        let all: [&dyn KernelArg; 13] = [
+            &raw, &sums, &args.0, &args.1, &args.2, &args.3, &args.4, &p.eps, &p.rms_eps, &from, &args.5, &mix, &args.6,
+        ];
+        self.launch(File::Hyper, "hyper_finish", [dim(rows), dim(parts), 1], BLOCK, 0, &all);
     }
 }
 
@@ -44,8 +53,8 @@ impl HyperOps for CudaDevice {
         assert_eq!(x.width() * streams, state.width(), "streams of another width");
         state.resize(x.rows());
         let args = (x.start(), int(x.width()), int(streams), state.start());
-        let grid = [dim(x.rows()), 1, 1];
-        self.launch(File::Hyper, "hyper_start", grid, [256, 1, 1], 0, &[&args.0, &args.1, &args.2, &args.3]);
+        let grid = grid(x.rows(), x.width());
+        self.launch(File::Hyper, "hyper_start", grid, BLOCK, 0, &[&args.0, &args.1, &args.2, &args.3]);
     }
 
     fn hyper_pre(
@@ -57,14 +66,10 @@ impl HyperOps for CudaDevice {
         x: &mut CudaBuffer,
     ) {
         let n = p.streams;
-        assert!(n <= MAX_STREAMS, "{n} streams; {MAX_STREAMS} at most");
         assert!(state.width() == n * x.width() && mix.width() == 2 * n + n * n, "hyper-connection shape");
+        assert_eq!(w.mixer.rows, mix.width(), "{}: outputs", w.mixer.name);
         mix.resize(state.rows());
-        self.mixer(p, &w.mixer, state, mix.start());
-        let args = (mix.start(), w.scale.vector(), w.base.vector(), int(n), int(p.iterations));
-        let all: [&dyn super::driver::KernelArg; 6] = [&args.0, &args.1, &args.2, &args.3, &args.4, &p.eps];
-        self.launch(File::Hyper, "hyper_weights", [dim(state.rows()), 1, 1], [32, 1, 1], 0, &all);
-        self.combine(mix.start(), mix.width(), n, state, x);
+        self.mixer(p, w, state, mix.start(), x);
     }
 
     fn hyper_post(&self, p: &HyperParams, mix: &CudaBuffer, y: &CudaBuffer, state: &mut CudaBuffer) {
@@ -73,19 +78,13 @@ impl HyperOps for CudaDevice {
         assert!(mix.rows() == y.rows() && state.rows() == y.rows(), "rows of another step");
         let args = (mix.start(), y.start(), int(n), int(y.width()), state.start());
         let grid = grid(y.rows(), y.width());
-        let all: [&dyn super::driver::KernelArg; 5] = [&args.0, &args.1, &args.2, &args.3, &args.4];
+        let all: [&dyn KernelArg; 5] = [&args.0, &args.1, &args.2, &args.3, &args.4];
         self.launch(File::Hyper, "hyper_post", grid, [256, 1, 1], 0, &all);
     }
 
     fn hyper_head(&self, p: &HyperParams, w: &HyperWeights<CudaWeight>, state: &CudaBuffer, x: &mut CudaBuffer) {
-        let (n, rows) = (p.streams, state.rows());
-        assert_eq!(state.width(), n * x.width(), "hyper-connection shape");
-        let gates = self.scratch().gates.at_least(&self.context().clone(), rows * n * 4);
-        self.mixer(p, &w.mixer, state, gates);
-        let args = (w.scale.vector(), w.base.vector(), int(n), int(rows * n));
-        let all: [&dyn super::driver::KernelArg; 6] = [&gates, &args.0, &args.1, &args.2, &p.eps, &args.3];
-        self.launch(File::Hyper, "hyper_gates", [dim((rows * n).div_ceil(256)), 1, 1], [256, 1, 1], 0, &all);
-        self.combine(gates, n, n, state, x);
+        assert!(state.width() == p.streams * x.width() && w.mixer.rows == p.streams, "hyper-connection shape");
+        self.mixer(p, w, state, 0, x);
     }
 
     fn hyper_split(&self, streams: usize, state: &CudaBuffer, rows: &[usize], out: &mut CudaBuffer) {

@@ -1,8 +1,10 @@
 //! Launches of the sparse attention's kernels.
 
+use std::sync::{Mutex, PoisonError};
+
 use super::bank::SlotArg;
 use super::buffer::{CudaBuffer, Growable};
-use super::dense::{BLOCK, MANY_ROWS, matmul, per_lane, rows_of};
+use super::dense::{BLOCK, MANY_ROWS, blocks, matmul, per_lane, rows_of};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, Memory};
 use super::fatal::OrFatal;
@@ -14,16 +16,18 @@ use crate::kernel_args;
 use crate::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
 
 /// Keys per piece, and heads per block (`PIECE`, `HEADS` in sparse.cu).
-const PIECE: usize = 64;
+const PIECE: usize = 32;
 const HEADS: usize = 8;
 /// Indexer keys per block (index_scores in sparse.cu).
 const INDEX_KEYS: usize = 64;
 
-/// Angular frequencies in device memory, f64.
+/// Angular frequencies in device memory, f64, and the sines and cosines of the last step's positions: a step rotates several times in
+/// every layer, and f64 functions are slow on small devices.
 #[derive(Debug)]
 pub struct CudaRope {
     memory: Memory,
     pairs: usize,
+    turns: Mutex<(u64, Growable)>,
 }
 
 /// Per row: the selected compressed rows, in device memory.
@@ -103,7 +107,7 @@ impl SparseOps for CudaDevice {
         #[allow(unsafe_code, reason = "a copy to the device")]
         // SAFETY: new memory of that size.
         unsafe { self.stream().upload(memory.start(), &bytes) }.or_fatal("a rotary table");
-        CudaRope { memory, pairs: frequencies.len() }
+        CudaRope { memory, pairs: frequencies.len(), turns: Mutex::default() }
     }
 
     fn head_rms(&self, x: &mut CudaBuffer, head_dim: usize, eps: f32) {
@@ -117,10 +121,21 @@ impl SparseOps for CudaDevice {
     fn rope_tail(&self, step: &CudaStep, table: &CudaRope, head_dim: usize, inverse: bool, x: &mut CudaBuffer) {
         rows_of(step, x);
         assert!(x.width().is_multiple_of(head_dim) && 2 * table.pairs <= head_dim, "rotary shape");
-        let args = (table.memory.start(), int(table.pairs), int(head_dim), int(x.width() / head_dim), i32::from(inverse));
-        let at = x.start();
-        let all: [&dyn KernelArg; 7] = [&step.arg, &args.0, &args.1, &args.2, &args.3, &args.4, &at];
-        self.launch(File::Elementwise, "rope_tail", [dim(step.rows), 1, 1], BLOCK, table.pairs * 8, &all);
+        let mut turns = table.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        let (pairs, n) = (int(table.pairs), step.rows * table.pairs);
+        let known = turns.0 == step.id;
+        let at = turns.1.at_least(self.context(), step.rows.max(16) * table.pairs * 8);
+        if !known {
+            let (frequencies, total) = (table.memory.start(), int(n));
+            let all: [&dyn KernelArg; 5] = [&step.arg, &frequencies, &pairs, &total, &at];
+            self.launch(File::Elementwise, "rope_turns", blocks(n), BLOCK, 0, &all);
+            turns.0 = step.id;
+        }
+        let heads = x.width() / head_dim;
+        let total = n * heads;
+        let args = (int(head_dim), int(heads), i32::from(inverse), x.start(), total as i64);
+        let all: [&dyn KernelArg; 7] = [&at, &pairs, &args.0, &args.1, &args.2, &args.3, &args.4];
+        self.launch(File::Elementwise, "rope_tail", blocks(total), BLOCK, 0, &all);
     }
 
     fn round_kv(&self, numerics: KvNumerics, rope_dim: usize, x: &mut CudaBuffer) {
@@ -265,7 +280,7 @@ impl SparseOps for CudaDevice {
         if pieces > 1 {
             let (grid, n) = ([dim(step.rows), dim(p.heads), 1], int(pieces));
             let all: [&dyn KernelArg; 5] = [&step.arg, &arg, &n, &partial, &to];
-            self.launch(File::Sparse, &format!("sparse_merge_{e}"), grid, [32, 1, 1], 0, &all);
+            self.launch(File::Sparse, "sparse_merge", grid, [128, 1, 1], pieces * 8, &all);
         }
     }
 

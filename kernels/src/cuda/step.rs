@@ -1,6 +1,7 @@
 //! A plan in device memory.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::bank::{CudaBank, Layout};
@@ -59,9 +60,16 @@ impl Drop for Arena {
     }
 }
 
-/// Arenas that no step uses.
+/// Arenas that no step uses, and whether steps start their launches at once.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Arenas(Arc<Mutex<Vec<Arena>>>);
+pub(super) struct Arenas(Arc<Mutex<Vec<Arena>>>, Arc<AtomicBool>);
+
+impl Arenas {
+    /// Whether steps hold their launches back.
+    pub(super) fn replay(&self, wanted: bool) {
+        self.1.store(!wanted, Ordering::Relaxed);
+    }
+}
 
 /// A plan made ready.
 #[derive(Debug)]
@@ -175,7 +183,7 @@ impl CudaStep {
             stream.upload_pinned(arena.device.start(), &arena.host, bytes.len())?;
         }
         arena.copied.record(stream)?;
-        let held = (rows <= MAX_HELD_ROWS).then(|| stream.hold());
+        let held = (rows <= MAX_HELD_ROWS && !arenas.1.load(Ordering::Relaxed)).then(|| stream.hold());
         if held.is_some() {
             deepest = padded_depth(deepest);
         }

@@ -170,3 +170,22 @@ fn deepseek_v4_mtp_is_held_against_the_model_that_it_is_given_to() {
     let llama = catalog.expand(llama, &catalog.metadata_of(llama)).unwrap();
     assert!(drafter().difference(&llama, &t).unwrap().contains("for models of family deepseek4, not llama"));
 }
+
+#[test]
+fn deepseek_v4_mtp_tables_that_are_malformed_are_refused_with_the_row() {
+    let good = DRAFTERS[0];
+    let load = |text: &str| Catalog::from_toml(FAMILIES, ENTRIES).unwrap().with_drafters(&[text]).map(|_| ());
+    assert_eq!(load(good), Ok(()));
+    for (from, to, said) in [
+        ("base = \"deepseek4\"", "base = \"deepseek5\"", "base \"deepseek5\" is unknown"),
+        ("\"q_lora\"]", "\"q_lore\"]", "the row of \"mtp.0.attn_q_a.weight\" uses unknown \"q_lore\""),
+        ("name = \"mtp.0.enorm.weight\"", "name = \"enorm.weight\"", "\"enorm.weight\" does not begin with \"mtp.0.\""),
+        ("role = \"shared\"", "role = \"common\"", "no types for role \"common\""),
+        ("same_type = [[\"mtp.0.ffn_gate_exps.weight\"", "same_type = [[\"mtp.0.gate\"", "unknown row \"mtp.0.gate\""),
+        ("prefix = \"mtp.0.\"", "prefiks = \"mtp.0.\"", "prefiks"),
+    ] {
+        assert!(good.contains(from), "{from}");
+        let e = load(&good.replacen(from, to, 1)).unwrap_err();
+        assert!(e.contains(said), "{said} in {e}");
+    }
+}

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use ds4_manifests::Catalog;
 use ds4_os::seqpacket::PeerCredentials;
 use ds4_proto::broker::{Message, codes};
 use ds4_proto::v1;
@@ -102,17 +103,20 @@ impl Ledger {
     }
 }
 
-/// The newest READY epoch of `model`, or of the only model when it is empty.
+/// The newest READY epoch of `model`, or of the only model when it is empty. Companions of models, such as prediction blocks,
+/// are only found by their names.
 fn find_ready(state: &State, model: &str) -> Result<u64, Message> {
     let ready = |e: &Epoch| e.state == v1::ModelState::Ready;
-    let mut names: Vec<&str> = state.epochs.values().filter(|e| ready(e)).map(|e| e.name.as_str()).collect();
+    let alone = |e: &Epoch| Catalog::builtin().drafter(&e.family).is_none();
+    let mut names: Vec<&str> =
+        state.epochs.values().filter(|e| ready(e) && alone(e)).map(|e| e.name.as_str()).collect();
     names.sort_unstable();
     names.dedup();
     if model.is_empty() && names.len() > 1 {
         let text = format!("the owner holds several models ({}); name one", names.join(", "));
         return Err(Message::refused(codes::AMBIGUOUS_MODEL, text, 0));
     }
-    let named = |e: &Epoch| model.is_empty() || e.name == model;
+    let named = |e: &Epoch| if model.is_empty() { alone(e) } else { e.name == model };
     if let Some((id, _)) = state.epochs.iter().rev().find(|(_, e)| named(e) && ready(e)) {
         return Ok(*id);
     }

@@ -19,6 +19,8 @@ pub struct ModelInfo {
     pub artifact: String,
     /// The weights are random: speeds are real, answers are not.
     pub synthetic: bool,
+    /// Name of the prediction block that guesses tokens ahead, if there is one.
+    pub drafter: Option<String>,
     /// What conversations may hold beside plain messages.
     pub abilities: ChatAbilities,
     /// Hex BLAKE3 of the content.

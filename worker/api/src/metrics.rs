@@ -194,7 +194,7 @@ fn gauges(s: &EngineStats) -> [(&'static str, &'static str, f64); 7] {
     ]
 }
 
-fn counters(s: &EngineStats) -> [(&'static str, &'static str, f64); 12] {
+fn counters(s: &EngineStats) -> [(&'static str, &'static str, f64); 14] {
     [
         ("engine_sequences", "Sequences accepted", total(s.requests)),
         ("engine_finished", "Sequences that ended well", total(s.finished)),
@@ -203,6 +203,8 @@ fn counters(s: &EngineStats) -> [(&'static str, &'static str, f64); 12] {
         ("engine_stalled", "Sequences cancelled because their client stopped reading", total(s.stalled)),
         ("engine_prefill_tokens", "Prompt tokens computed", total(s.prefill_tokens)),
         ("engine_decode_tokens", "Tokens generated", total(s.decode_tokens)),
+        ("engine_drafted_tokens", "Tokens guessed ahead", total(s.drafted_tokens)),
+        ("engine_accepted_tokens", "Tokens guessed ahead that came true", total(s.accepted_tokens)),
         ("engine_prefix_hits", "Admissions that reused a prefix", total(s.prefix_hits)),
         ("engine_rewinds", "Admissions that took a bank back to a checkpoint", total(s.rewinds)),
         ("engine_cached_tokens", "Prompt tokens that were not computed anew", total(s.cached_tokens)),

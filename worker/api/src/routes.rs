@@ -212,6 +212,8 @@ async fn stats(State(api): State<Arc<Api>>) -> Response {
             "cancelled": { "queued": s.reaped, "prefill": s.cancelled_prefill, "decode": s.cancelled_decode },
             "prefill_tokens": s.prefill_tokens,
             "decode_tokens": s.decode_tokens,
+            "drafted_tokens": s.drafted_tokens,
+            "accepted_tokens": s.accepted_tokens,
             "cached_tokens": s.cached_tokens,
             "prefix_hits": s.prefix_hits,
             "rewinds": s.rewinds,

@@ -95,8 +95,17 @@ impl Active {
         self.request.max_tokens.saturating_sub(self.generated)
     }
 
-    /// Whether tokens are guessed ahead for it.
+    /// Whether tokens may be guessed ahead for it now or later, so that a drafter must be shown its rows.
     pub fn guessable(&self) -> bool {
+        self.greedy() || self.request.format.as_ref().is_some_and(|f| f.has_syntax())
+    }
+
+    /// Whether the token after the latest one is the most likely one, so that guessing it is worth a try.
+    pub fn guessable_now(&self) -> bool {
+        self.greedy() || self.reader.steer() != Steer::Free
+    }
+
+    fn greedy(&self) -> bool {
         self.request.sampling.temperature == 0.0
     }
 

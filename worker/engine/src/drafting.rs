@@ -1,6 +1,7 @@
 //! Guesses ahead in the engine: the drafter's banks, and what it is shown after each step.
 //!
-//! Greedy requests alone are guessed for. Verification would be exact for any sampler (see [`ds4_models::speculation`]), but
+//! Guesses are made for greedy requests, and for others where their answer's syntax leaves the sampler no choice. Verification
+//! would be exact for any sampler (see [`ds4_models::speculation`]), and is where sampled text follows guessed syntax; but
 //! guesses come true too rarely where tokens are drawn at random.
 
 use ds4_kernels::{BatchPlan, Device, DeviceError};

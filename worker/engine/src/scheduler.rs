@@ -403,7 +403,8 @@ impl<D: Device> Scheduler<D> {
                 let fresh = Sequence::new(token);
                 let sequence = a.sequence.as_ref().unwrap_or(&fresh);
                 let (len, context) = (self.engine.banks.len(a.bank), self.engine.config.context);
-                (token, sequence.room(drafting.drafts, len, context, a.left()))
+                let wanted = if a.guessable_now() { drafting.drafts } else { 0 };
+                (token, sequence.room(wanted, len, context, a.left()))
             }
             (Phase::Prefill(to), _) => (*a.request.prompt.get(to)?, 0),
         };

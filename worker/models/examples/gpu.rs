@@ -287,7 +287,8 @@ fn apart(got: &[f32], want: &[f32]) -> f64 {
 }
 
 /// Experts, routing included, and grouped products in the types of large models, against the CPU's: other code with the same definition.
-/// Both round activations to 16 bits, the CPU per 32 and others per 256 with outliers 30 times the rest: 1e-3 covers it.
+/// Both round activations to 16 bits, the CPU per 32 and others per 256 with outliers 30 times the rest, which is 1.4e-4 of a product on
+/// average; the largest of 300,000 after three products and a gate is some 20 times that. A wrong rule is off by 1.
 fn experts<D: Full>(d: &D, gate: GgmlType, down: GgmlType) -> Value {
     let mut rng = Random::new(Random::fresh_seed());
     let cpu = CpuDevice::default();
@@ -344,8 +345,8 @@ fn experts<D: Full>(d: &D, gate: GgmlType, down: GgmlType) -> Value {
         }
         worst = worst.max(apart(&one(d, gate, &grouped, &x, rows), &one(&cpu, gate, &grouped, &x, rows)));
     }
-    assert!(worst < 1e-3, "{worst:e}");
-    json!({"worst_over_rms": worst, "bound": 1e-3})
+    assert!(worst < 1e-2, "{worst:e}");
+    json!({"worst_over_rms": worst, "bound": 1e-2})
 }
 
 fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool {

@@ -50,6 +50,22 @@ pub trait Model<D: Device>: Send {
         None
     }
 
+    /// Gives the model a part that guesses tokens ahead: a prediction block from a manifest of its own.
+    ///
+    /// # Errors
+    /// [`ModelError::Bind`] when the family takes none, or this one does not fit the model.
+    fn attach_drafter(
+        &mut self,
+        _device: &D,
+        weights: &dyn Tensors,
+        _settings: deepseek_v4::MtpSettings,
+    ) -> Result<(), ModelError> {
+        let name = &weights.manifest().model.name;
+        Err(ModelError::Bind(format!(
+            "models of this family take no prediction block, but {name:?} was given; drop --mtp"
+        )))
+    }
+
     /// What guesses tokens ahead from the last step's activations, if the model was given such a part.
     fn drafter(&mut self) -> Option<&mut dyn speculation::Drafter<D>> {
         None

@@ -82,6 +82,11 @@ pub trait Reader: Send {
 pub trait AnswerFormat: Debug + Send + Sync {
     /// A reader that ends the answer at the first of `stops`, looked for in the answer's own text only.
     fn reader(&self, stops: Vec<Vec<u8>>) -> Box<dyn Reader>;
+
+    /// Whether answers are likely to hold syntax, in which the sampler has no choice ([`Steer`]): calls of tools on offer.
+    fn has_syntax(&self) -> bool {
+        true
+    }
 }
 
 /// An answer that is text and nothing else. Control tokens show nothing.

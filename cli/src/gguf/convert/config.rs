@@ -83,12 +83,12 @@ pub fn metadata(config: &Json) -> anyhow::Result<Metadata> {
     if c.get("model_type").and_then(Json::as_str) != Some("deepseek_v4") {
         return Err(c.refuse("model_type", "\"deepseek_v4\": no other family is converted"));
     }
-    if c.get("quantization_config").is_some() {
-        return Err(bad(
-            "config.json: quantization_config is there: the weights are FP8 or FP4 with scales, which are not \
-                        read; load the checkpoint dequantised and save it in bfloat16 first"
-                .into(),
-        ));
+    if let Some(q) = c.dict("quantization_config") {
+        // FP8 and FP4 weights have their scales beside them; which they are is read from the tensors.
+        if q.string("quant_method")? != "fp8" {
+            return Err(q.refuse("quant_method", "\"fp8\"; save the checkpoint dequantised"));
+        }
+        q.only("fmt", &Json::from("e4m3"))?;
     }
     for (key, allowed) in [
         ("hidden_act", Json::from("silu")),
@@ -310,14 +310,14 @@ fn ratios(c: &Dict<'_>, layers: usize) -> anyhow::Result<Vec<i64>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use ds4_manifests::Catalog;
     use serde_json::json;
 
     use super::*;
 
     /// As transformers saves it.
-    fn saved() -> Json {
+    pub fn saved() -> Json {
         let text = r#"{
             "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4",
             "attention_bias": false, "mlp_bias": false, "tie_word_embeddings": false, "hidden_act": "silu",
@@ -409,8 +409,13 @@ mod tests {
             assert!(error.contains(key), "{path}: {error}");
         }
         let mut c = saved();
-        c["quantization_config"] = json!({"quant_method": "fp8"});
-        assert!(metadata(&c).unwrap_err().to_string().contains("quantization_config"));
+        c["quantization_config"] = json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]});
+        metadata(&c).unwrap();
+        for (key, value) in [("quant_method", "gptq"), ("fmt", "e5m2")] {
+            let mut c = c.clone();
+            c["quantization_config"][key] = json!(value);
+            assert!(metadata(&c).unwrap_err().to_string().contains(&format!("quantization_config.{key}")));
+        }
         let mut c = saved();
         c["rope_parameters"]["compress"]["truncate"] = json!(false);
         assert!(metadata(&c).unwrap_err().to_string().contains("truncate"));

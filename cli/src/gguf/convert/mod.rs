@@ -7,6 +7,7 @@
 mod checkpoint;
 mod config;
 mod encode;
+mod imatrix;
 mod names;
 mod recipe;
 mod tokenizer;
@@ -23,6 +24,7 @@ use ds4_settings::{EXIT_MODEL, EXIT_USAGE};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use self::checkpoint::Checkpoint;
+use self::imatrix::Imatrix;
 use self::recipe::{Override, Recipe};
 use self::write::Typed;
 use crate::failure::Failure;
@@ -30,14 +32,14 @@ use crate::failure::Failure;
 /// `ds4 gguf convert`.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Reads config.json, tokenizer.json and the safetensors files (BF16, F16 or F32; one file or shards with \
-    their index) of a DeepseekV4ForCausalLM, under transformers' names or DeepSeek's. Weights in FP8 or FP4 are refused: \
-    save the model dequantised first. The multi-token prediction block (mtp.*) is left out.\n\n\
+    after_help = "Reads config.json, tokenizer.json and the safetensors files (one, or shards with their index; BF16, F16, \
+    F32, or FP8 and FP4 with scales) of a DeepseekV4ForCausalLM, under transformers' names or DeepSeek's. The multi-token \
+    prediction block (mtp.*) is left out.\n\n\
     Classes of --type: embedding, output, attention, shared (shared experts), experts (gate and up), experts-down, small \
     (routers, compressors, indexers), mixer (hyper-connections). Norms, biases and sinks stay F32.\n\n\
     A model of the catalog's exact shape and types is served as it is; any other needs --allow-dev-models of the owner.\n\n\
     Examples:\n  \
-    ds4 gguf convert --from DeepSeek-V4-Flash-bf16 --recipe q2 -o flash-q2.gguf\n  \
+    ds4 gguf convert --from DeepSeek-V4-Flash --recipe q2 -o flash-q2.gguf\n  \
     ds4 gguf convert --from small-v4 --recipe q2 --type experts@4-5=q4_k --type experts-down@4-5=q4_k -o mixed.gguf"
 )]
 pub struct ConvertArgs {
@@ -50,6 +52,9 @@ pub struct ConvertArgs {
     /// Another type for a class of tensors, perhaps in some layers: CLASS=TYPE or CLASS@FIRST-LAST=TYPE; the last one counts
     #[arg(long = "type", value_name = "CLASS=TYPE")]
     types: Vec<Override>,
+    /// Importance matrix (GGUF, as llama.cpp's tool writes it) that Q4_K, Q2_K and IQ2_XXS are weighted by
+    #[arg(long, value_name = "FILE")]
+    imatrix: Option<PathBuf>,
     /// Name of the model (general.name) [default: that of the directory]
     #[arg(long)]
     name: Option<String>,
@@ -78,7 +83,11 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
     let checkpoint = Checkpoint::open(&args.from)?;
     let config = checkpoint.json("config.json")?;
     let config = config.ok_or_else(|| bad(format!("{} has no config.json", args.from.display())))?;
-    let metadata = describe(args, &checkpoint, &config)?;
+    let mut metadata = describe(args, &checkpoint, &config)?;
+    let imatrix = args.imatrix.as_deref().map(Imatrix::open).transpose()?;
+    if let (Some(imatrix), Some(path)) = (&imatrix, &args.imatrix) {
+        imatrix.describe(path, &mut metadata);
+    }
 
     let catalog = Catalog::builtin();
     let dev = catalog.entry("dev-deepseek4").context("the catalog has lost its development entry")?;
@@ -89,10 +98,19 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
         eprintln!("{} tensors of the multi-token prediction block are left out", resolved.drafter);
     }
     let mut tensors = Vec::new();
+    let mut unweighted = 0;
     for planned in resolved.tensors {
         let about = (planned.name.as_str(), planned.role.as_str(), planned.layer, planned.shape[0]);
         let ty = recipe::type_of(args.recipe, &args.types, about)?;
-        tensors.push(Typed { planned, ty, importance: None });
+        let mut importance = None;
+        if let (Some(imatrix), GgmlType::Q4_K | GgmlType::Q2_K | GgmlType::IQ2_XXS) = (&imatrix, ty) {
+            importance = imatrix.of(&planned.name, &planned.shape)?;
+            unweighted += usize::from(importance.is_none());
+        }
+        tensors.push(Typed { planned, ty, importance });
+    }
+    if unweighted > 0 {
+        eprintln!("the importance matrix does not have {unweighted} of the tensors; they are encoded without one");
     }
     let layout: Vec<(&str, GgmlType, &[u64])> =
         tensors.iter().map(|t| (t.planned.name.as_str(), t.ty, t.planned.shape.as_slice())).collect();
@@ -181,5 +199,43 @@ fn progress(bytes: u64) -> ProgressBar {
     match style {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Map, json};
+
+    use super::*;
+
+    /// What a conversion of the real model would write, without its weights: the catalog takes it for the published file.
+    #[test]
+    fn deepseek_v4_a_converted_flash_is_the_catalogs_flash() {
+        let catalog = Catalog::builtin();
+        let flash = config::tests::saved();
+        let mut metadata = config::metadata(&flash).unwrap();
+        let words: Map<String, serde_json::Value> = (0..129_280).map(|i| (format!("w{i}"), json!(i))).collect();
+        let mut file = tokenizer::tests::file();
+        file["model"]["vocab"] = words.into();
+        file["added_tokens"] = json!([]);
+        tokenizer::from_json(&mut metadata, &file, 129_280).unwrap();
+        let dev = catalog.entry("dev-deepseek4").unwrap();
+        let found = catalog.expand(dev, &metadata).unwrap();
+        let tensors = found.tensors();
+        assert_eq!(tensors.len(), 1328);
+        for (recipe, ok) in [(Recipe::Q2, true), (Recipe::Q4, true), (Recipe::Q8, false), (Recipe::F16, false)] {
+            let info = |t: &ds4_manifests::catalog::ExpectedTensor<'_>| TensorInfo {
+                name: t.name.clone(),
+                ty: recipe::type_of(recipe, &[], (&t.name, t.role, t.layer, t.shape[0])).unwrap(),
+                shape: t.shape.clone(),
+                shard: 0,
+                offset: 0,
+                len: 0,
+            };
+            let infos: Vec<TensorInfo> = tensors.iter().map(info).collect();
+            let entry = catalog.identify(&metadata, &infos, false).ok().map(|m| m.entry.id.as_str());
+            assert_eq!(entry, ok.then_some("deepseek-v4-flash"), "{recipe:?}");
+            assert_eq!(identify(&metadata, &infos).unwrap(), if ok { Class::Validated } else { Class::Dev });
+        }
     }
 }

@@ -3,7 +3,8 @@
 //! transformers has its own names in memory and (5.24) saves most of them under the names of DeepSeek's checkpoints; both are
 //! known here, with and without the `model.` in front. Nothing is transposed or permuted: a GGUF shape is the PyTorch shape
 //! reversed over the same bytes. Only experts differ: transformers keeps gate and up of all experts in one tensor, DeepSeek
-//! each expert's matrices alone, GGUF all experts of one matrix stacked.
+//! each expert's matrices alone, GGUF all experts of one matrix stacked. DeepSeek's FP8 and FP4 matrices have their scales beside
+//! them.
 
 use std::collections::HashSet;
 
@@ -13,6 +14,66 @@ use safetensors::Dtype;
 use super::bad;
 use super::checkpoint::Checkpoint;
 
+/// How elements are stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Form {
+    F32,
+    F16,
+    Bf16,
+    /// E4M3 (no infinities), with scales.
+    Fp8,
+    /// E2M1, two in a byte, the first one low, with scales.
+    Fp4,
+    I32,
+    I64,
+}
+
+impl Form {
+    fn of(dtype: Dtype, table: bool) -> Option<Self> {
+        Some(match (table, dtype) {
+            (true, Dtype::I64) => Self::I64,
+            (true, Dtype::I32) => Self::I32,
+            (false, Dtype::F32) => Self::F32,
+            (false, Dtype::F16) => Self::F16,
+            (false, Dtype::BF16) => Self::Bf16,
+            (false, Dtype::F8_E4M3) => Self::Fp8,
+            // A byte of two numbers has no type of its own in older files.
+            (false, Dtype::F4 | Dtype::I8 | Dtype::U8) => Self::Fp4,
+            _ => return None,
+        })
+    }
+
+    /// Bits of an element.
+    pub fn bits(self) -> u64 {
+        match self {
+            Self::I64 => 64,
+            Self::F32 | Self::I32 => 32,
+            Self::F16 | Self::Bf16 => 16,
+            Self::Fp8 => 8,
+            Self::Fp4 => 4,
+        }
+    }
+
+    fn scaled(self) -> bool {
+        matches!(self, Self::Fp8 | Self::Fp4)
+    }
+}
+
+/// The scales of an FP8 or FP4 matrix: a grid of equal blocks, each with a factor. How large a block is follows from the grid:
+/// DeepSeek's FP8 has 128 × 128, its FP4 1 × 32.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scales {
+    pub source: usize,
+    /// Absolute offset in the file.
+    pub offset: u64,
+    /// F32, or one byte with the exponent of two plus 127 (E8M0).
+    pub wide: bool,
+    /// Rows and columns of the grid.
+    pub grid: [u64; 2],
+    /// Rows and columns of a block.
+    pub block: [u64; 2],
+}
+
 /// A run of a stored tensor's elements.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Segment {
@@ -20,7 +81,9 @@ pub struct Segment {
     pub name: String,
     /// Index of the file.
     pub source: usize,
-    pub dtype: Dtype,
+    pub form: Form,
+    /// What FP8 and FP4 are multiplied by.
+    pub scales: Option<Scales>,
     /// Absolute offset in the file.
     pub offset: u64,
     /// Elements.
@@ -139,13 +202,6 @@ pub fn resolve(checkpoint: &Checkpoint, expected: &[ExpectedTensor<'_>]) -> anyh
     let spare = checkpoint.tensors.keys().filter(|n| !finder.used.contains(n.as_str()));
     let (drafter, extra): (Vec<&String>, Vec<&String>) = spare.partition(|n| is_drafter(n));
     let more = |n: usize| if n > 1 { format!(", and {} more", n - 1) } else { String::new() };
-    // Scales say more about what is wrong than anything that is missing because of them.
-    if let Some(scale) = extra.iter().find(|n| n.ends_with(".scale") || n.ends_with("_scale_inv")) {
-        return Err(bad(format!(
-            "{scale} is a scale of FP8 or FP4 weights, which are not read; load the checkpoint dequantised and save it in \
-             bfloat16 first"
-        )));
-    }
     if let Some(first) = missing.first() {
         return Err(bad(format!("tensor {first} is missing{}", more(missing.len()))));
     }
@@ -219,8 +275,8 @@ impl<'a> Finder<'a> {
         let each = cols * rows;
         if let Some(name) = self.one(&[format!("layers.{layer}.mlp.experts.{fused}")])? {
             let shape = [count, parts * rows, cols];
-            let of = |e: u64| self.segment(name, &shape, (e * parts + part) * each, each, false);
-            return (0..count).map(of).collect::<anyhow::Result<_>>().map(Ok);
+            let mut of = |e: u64| self.segment(name, &shape, (e * parts + part) * each, each, false);
+            return (0..count).map(&mut of).collect::<anyhow::Result<_>>().map(Ok);
         }
         let mut segments = Vec::new();
         for e in 0..count {
@@ -231,29 +287,62 @@ impl<'a> Finder<'a> {
         Ok(Ok(segments))
     }
 
-    fn segment(&self, name: &str, shape: &[u64], skipped: u64, elements: u64, table: bool) -> anyhow::Result<Segment> {
+    fn segment(
+        &mut self,
+        name: &'a str,
+        shape: &[u64],
+        skipped: u64,
+        elements: u64,
+        table: bool,
+    ) -> anyhow::Result<Segment> {
         let stored = &self.checkpoint.tensors[name];
-        if stored.shape != shape {
-            return Err(bad(format!("tensor {name} has shape {:?}, config.json makes it {shape:?}", stored.shape)));
+        let Some(form) = Form::of(stored.dtype, table) else {
+            let expected = if table { "I64 or I32" } else { "F32, F16, BF16, or FP8 or FP4 with scales" };
+            return Err(bad(format!("tensor {name} is {:?}, expected {expected}", stored.dtype)));
+        };
+        let mut found = stored.shape.clone();
+        if let (Form::Fp4, Dtype::I8 | Dtype::U8, Some(last)) = (form, stored.dtype, found.last_mut()) {
+            *last *= 2;
         }
-        let allowed: &[Dtype] = if table { &[Dtype::I64, Dtype::I32] } else { &[Dtype::F32, Dtype::F16, Dtype::BF16] };
-        if !allowed.contains(&stored.dtype) {
-            let expected: Vec<String> = allowed.iter().map(|d| format!("{d:?}")).collect();
-            return Err(bad(format!(
-                "tensor {name} is {:?}, expected {}; save the checkpoint dequantised",
-                stored.dtype,
-                expected.join(", ")
-            )));
+        if found != shape {
+            return Err(bad(format!("tensor {name} has shape {found:?}, config.json makes it {shape:?}")));
         }
-        let bytes = u64::try_from(stored.dtype.bitsize() / 8)?;
         Ok(Segment {
             name: name.to_owned(),
             source: stored.source,
-            dtype: stored.dtype,
-            offset: stored.offset + skipped * bytes,
+            form,
+            scales: form.scaled().then(|| self.scales(name, shape)).transpose()?,
+            offset: stored.offset + skipped * form.bits() / 8,
             elements,
             skipped,
         })
+    }
+
+    /// The scales of a matrix: `X.scale` (DeepSeek) or `X.weight_scale_inv` (transformers) of `X.weight`.
+    fn scales(&mut self, name: &str, shape: &[u64]) -> anyhow::Result<Scales> {
+        let base = name.strip_suffix(".weight").unwrap_or(name);
+        let names = [format!("{base}.scale"), format!("{base}.weight_scale_inv")];
+        let found = names.iter().find_map(|n| self.checkpoint.tensors.get_key_value(n));
+        let (own, stored) =
+            found.ok_or_else(|| bad(format!("tensor {name} is FP8 or FP4, but {} is missing", names[0])))?;
+        self.used.insert(own);
+        let wide = match stored.dtype {
+            Dtype::F8_E8M0 | Dtype::U8 => false,
+            Dtype::F32 => true,
+            other => return Err(bad(format!("tensor {own} is {other:?}, expected F8_E8M0 or F32"))),
+        };
+        match (shape, stored.shape.as_slice()) {
+            (&[rows, cols], &[r, c]) if r > 0 && c > 0 && rows % r == 0 && cols % c == 0 => Ok(Scales {
+                source: stored.source,
+                offset: stored.offset,
+                wide,
+                grid: [r, c],
+                block: [rows / r, cols / c],
+            }),
+            (_, grid) => {
+                Err(bad(format!("tensor {own} has shape {grid:?}, which does not divide {shape:?} into blocks")))
+            }
+        }
     }
 }
 

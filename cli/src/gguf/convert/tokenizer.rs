@@ -91,7 +91,8 @@ fn refuse(what: impl std::fmt::Display) -> anyhow::Error {
     bad(format!("tokenizer.json: {what}"))
 }
 
-fn from_json(m: &mut Metadata, file: &Json, vocab: usize) -> anyhow::Result<()> {
+/// The content of tokenizer.json for a vocabulary of `vocab` ids; ids that it does not use become unused tokens.
+pub fn from_json(m: &mut Metadata, file: &Json, vocab: usize) -> anyhow::Result<()> {
     let model = &file["model"];
     if model["type"].as_str() != Some("BPE") {
         return Err(refuse(format!("model.type is {}, expected \"BPE\"", model["type"])));
@@ -180,12 +181,12 @@ fn check_splits(pre: &Json) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use serde_json::json;
 
     use super::*;
 
-    fn file() -> Json {
+    pub fn file() -> Json {
         json!({
             "normalizer": {"type": "Sequence", "normalizers": []},
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [

@@ -67,16 +67,22 @@ struct Buffers {
 impl Piece<'_> {
     fn encode(&self, checkpoint: &Checkpoint, experts: u64, b: &mut Buffers) -> anyhow::Result<Vec<u8>> {
         let segment = self.segment;
-        let width = u64::try_from(segment.dtype.bitsize() / 8)?;
-        b.read.resize(usize::try_from(self.elements * width)?, 0);
-        checkpoint
-            .read(segment.source, segment.offset + self.first * width, &mut b.read)
-            .with_context(|| format!("cannot read {}", checkpoint.sources[segment.source].path.display()))?;
+        let bits = segment.form.bits();
+        let at = segment.offset + self.first * bits / 8;
+        read(checkpoint, segment.source, (at, self.elements * bits / 8), &mut b.read)?;
         let name = &self.tensor.planned.name;
         if self.tensor.ty == GgmlType::I32 {
             return encode::table((segment, self.first), &b.read, experts);
         }
-        encode::widen(segment.dtype, &b.read, &mut b.values);
+        encode::widen(segment.form, &b.read, &mut b.values);
+        if let Some(scales) = &segment.scales {
+            let row = self.tensor.planned.shape[0];
+            let (first, end) = (self.first / row, (self.first + self.elements) / row);
+            let (from, to) = (first / scales.block[0], (end - 1) / scales.block[0] + 1);
+            let line = scales.grid[1] * if scales.wide { 4 } else { 1 };
+            read(checkpoint, scales.source, (scales.offset + from * line, (to - from) * line), &mut b.read)?;
+            encode::scale(scales, &b.read, (first, usize::try_from(row)?), &mut b.values)?;
+        }
         let importance = match &self.tensor.importance {
             None => None,
             Some(all) => {
@@ -90,6 +96,12 @@ impl Piece<'_> {
         };
         encode::weights(self.tensor.ty, (name, segment, self.first), &b.values, importance)
     }
+}
+
+fn read(checkpoint: &Checkpoint, source: usize, (offset, len): (u64, u64), out: &mut Vec<u8>) -> anyhow::Result<()> {
+    out.resize(usize::try_from(len)?, 0);
+    let path = &checkpoint.sources[source].path;
+    checkpoint.read(source, offset, out).with_context(|| format!("cannot read {}", path.display()))
 }
 
 /// Fills `file`.

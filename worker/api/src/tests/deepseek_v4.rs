@@ -196,6 +196,77 @@ async fn deepseek_v4_a_call_that_the_budget_cuts_is_no_call() {
     assert_no_markup(&choice.to_string());
 }
 
+/// Blocks, calls and parameters as models write them, in every combination: each is the call that was meant, streamed and not, and no
+/// letter of it is text.
+#[tokio::test]
+async fn deepseek_v4_frayed_markup_becomes_calls_and_never_leaks() {
+    const BLOCKS: &[(&str, &str)] = &[
+        ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+        ("<｜DSML｜toolcalls>", "</｜DSML｜toolcalls>"),
+        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+        ("<DSML｜tool_calls>", "</DSML｜tool_calls>"),
+        ("<｜DSML｜ tool_calls >", "</ ｜DSML｜tool_calls >"),
+        ("<tool_calls>", "</tool_calls>"),
+        ("<｜DSML｜tool_calls>", "</｜DSML｜tool_cals>"),
+        ("<｜DSML｜tool_calls>", ""),
+        ("", ""),
+    ];
+    const INVOKES: &[(&str, &str)] = &[
+        ("<｜DSML｜invoke name=\"weather\">", "</｜DSML｜invoke>"),
+        ("<｜DSML｜invoke name='weather'>", "</｜DSML｜invoke>"),
+        ("<｜DSML｜invoke  name = \"weather\" >", "</｜DSML｜invoke >"),
+        ("<invoke name=\"weather\">", "</invoke>"),
+        ("<｜DSML｜invok name=\"weather\">", "<｜DSML｜/invoke>"),
+        ("<｜DSML｜invoke name=\"weather\">", ""),
+    ];
+    const PARAMETERS: &[(&str, &str)] = &[
+        ("<｜DSML｜parameter name=\"city\" string=\"true\">", "</｜DSML｜parameter>"),
+        ("<｜DSML｜parameter string=\"true\" name=\"city\">", "</｜DSML｜parameter>"),
+        ("<｜DSML｜param name=\"city\" string=\"true\">", "</｜DSML｜param>"),
+        ("<parameter name=\"city\" string=\"true\">", "</parameter>"),
+        ("<｜DSML｜parameter name='city' string=true>", "</｜DSML｜paramet>"),
+        ("<｜DSML｜parameter name=\"city\">", "<｜DSML｜/parameter>"),
+        ("<｜DSML｜parameter name=\"city\" string=\"true\">", ""),
+    ];
+    let mut seen = 0;
+    for (block, end_block) in BLOCKS {
+        for (invoke, end_invoke) in INVOKES {
+            for (parameter, end_parameter) in PARAMETERS {
+                let says = format!(
+                    "Hm.</think>I look.\n\n{block}\n{invoke}\n{parameter}Köln < 5{end_parameter}\n{end_invoke}\n{end_block}"
+                );
+                let server = server(&says).await;
+                let whole = server.chat(TOOLS).await;
+                let streamed = server.chat(&format!(r#"{TOOLS},"stream":true"#)).await;
+                for answer in [&whole, &streamed] {
+                    assert_no_markup(&answer.text());
+                }
+                let (whole, streamed) = (whole.json(), rebuild(&streamed));
+                let choice = &whole["choices"][0];
+                assert_eq!(
+                    (&choice["finish_reason"], &choice["message"]["content"]),
+                    (&json!("tool_calls"), &json!("I look.")),
+                    "{says}"
+                );
+                let call = &choice["message"]["tool_calls"][0];
+                assert_eq!(
+                    (&call["function"]["name"], arguments(call)),
+                    (&json!("weather"), json!({"city": "Köln < 5"})),
+                    "{says}"
+                );
+                assert_eq!(streamed.message["calls"][0]["function"], call["function"], "{says}");
+                assert_eq!(
+                    (streamed.message["content"].as_str(), streamed.finish),
+                    (Some("I look."), vec!["tool_calls".to_owned()])
+                );
+                server.task.abort();
+                seen += 1;
+            }
+        }
+    }
+    assert_eq!(seen, 9 * 6 * 7);
+}
+
 #[tokio::test]
 async fn deepseek_v4_arguments_are_streamed_while_they_are_written() {
     let code = "fn main() { println!(\"<b>\"); }\n".repeat(20);

@@ -8,10 +8,12 @@ use super::*;
 
 /// A language for these tests: `(` to `)` is reasoning, `<` to `>` a call in which the sampler is greedy, `!` ends the answer.
 #[derive(Clone, Debug, Default)]
-struct Toy {
-    forced: Vec<u32>,
+pub(super) struct Toy {
+    pub forced: Vec<u32>,
     /// Whether the answer may end now.
-    must_go_on: bool,
+    pub must_go_on: bool,
+    /// Whether it says that it has no syntax.
+    pub plain: bool,
 }
 
 struct ToyReader {
@@ -23,6 +25,10 @@ struct ToyReader {
 impl AnswerFormat for Toy {
     fn reader(&self, _: Vec<Vec<u8>>) -> Box<dyn Reader> {
         Box::new(ToyReader { toy: self.clone(), at: 0, part: Part::Text })
+    }
+
+    fn has_syntax(&self) -> bool {
+        !self.plain
     }
 }
 

@@ -8,7 +8,7 @@ use ds4_kernels::{BatchPlan, StateSpec};
 use super::attention::{AttentionLayer, Rotary};
 use super::bind::{GlobalWeights, LayerWeights, bind_block, bind_global};
 use super::block::{self, Head, Scratch};
-use super::mtp::Mtp;
+use super::mtp::{Mtp, MtpSettings};
 use super::params::Params;
 use super::state::{LayerSlots, state_spec};
 use crate::binder::Binder;
@@ -100,6 +100,10 @@ impl<D: SparseOps + HyperOps + MoeOps> Model<D> for DeepseekV4<D> {
 
     fn sessions(&self) -> Option<&dyn SessionFormat<D>> {
         Some(self)
+    }
+
+    fn attach_drafter(&mut self, device: &D, weights: &dyn Tensors, settings: MtpSettings) -> Result<(), ModelError> {
+        self.attach_mtp(device, weights, settings)
     }
 
     fn drafter(&mut self) -> Option<&mut dyn Drafter<D>> {

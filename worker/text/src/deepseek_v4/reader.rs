@@ -13,6 +13,12 @@ use crate::tokenizer::{Specials, Tokenizer};
 #[derive(Clone, Debug)]
 pub(crate) struct Format {
     options: dsml::Options,
+    rules: Rules,
+}
+
+/// What a reader needs beside its parser.
+#[derive(Clone, Debug)]
+struct Rules {
     /// Only the first call counts, and it ends the answer.
     single: bool,
     /// What the answer must begin with, after its reasoning.
@@ -43,11 +49,13 @@ impl Format {
                 decode_entities: false,
                 live: true,
             },
-            single: input.single_call,
-            forced: forced.map_or_else(Vec::new, |text| tokenizer.encode(&text, Specials::Parse)),
-            think: tokenizer.token_id(THINK),
-            end_think: tokenizer.token_id(END_THINK),
-            dsml: tokenizer.token_id(DSML),
+            rules: Rules {
+                single: input.single_call,
+                forced: forced.map_or_else(Vec::new, |text| tokenizer.encode(&text, Specials::Parse)),
+                think: tokenizer.token_id(THINK),
+                end_think: tokenizer.token_id(END_THINK),
+                dsml: tokenizer.token_id(DSML),
+            },
         }
     }
 }
@@ -72,7 +80,7 @@ fn quoted_of(input: &ChatInput) -> Vec<String> {
 impl AnswerFormat for Format {
     fn reader(&self, stops: Vec<Vec<u8>>) -> Box<dyn Reader> {
         Box::new(AnswerReader {
-            format: self.clone(),
+            rules: self.rules.clone(),
             parser: Parser::new(self.options.clone()),
             decoder: TextStream::new(Vec::new()),
             visible: TextStream::new(stops),
@@ -82,10 +90,14 @@ impl AnswerFormat for Format {
             ended: false,
         })
     }
+
+    fn has_syntax(&self) -> bool {
+        !self.options.tools.is_empty()
+    }
 }
 
 struct AnswerReader {
-    format: Format,
+    rules: Rules,
     parser: Parser,
     /// Bytes to UTF-8.
     decoder: TextStream,
@@ -103,10 +115,10 @@ impl AnswerReader {
     /// Whether a control token is part of the answer's language. Others show nothing.
     fn speaks(&self, token: u32) -> bool {
         let token = Some(token);
-        if token == self.format.think || token == self.format.end_think {
-            self.parser.has_place_for_think(token == self.format.end_think)
+        if token == self.rules.think || token == self.rules.end_think {
+            self.parser.has_place_for_think(token == self.rules.end_think)
         } else {
-            token == self.format.dsml
+            token == self.rules.dsml
         }
     }
 
@@ -131,7 +143,7 @@ impl AnswerReader {
                 Event::Arguments(text) => pieces.push(Piece::Arguments(text)),
                 Event::Call(_) => {
                     pieces.push(Piece::CallEnd);
-                    self.ended |= self.format.single;
+                    self.ended |= self.rules.single;
                 }
                 Event::Stop => self.ended = true,
             }
@@ -145,7 +157,7 @@ impl AnswerReader {
     }
 
     fn forces(&self) -> Option<u32> {
-        self.format.forced.get(self.forced).copied()
+        self.rules.forced.get(self.forced).copied()
     }
 }
 
@@ -168,7 +180,11 @@ impl Reader for AnswerReader {
             self.decoded += text.len();
             // A token that is only the beginning of a character belongs to where the character goes.
             self.ledger.token(Some(self.decoded + usize::from(text.is_empty())));
-            let events = self.parser.push(&text);
+            let events = if text == DSML && Some(token) == self.rules.dsml {
+                self.parser.push_marker()
+            } else {
+                self.parser.push(&text)
+            };
             self.take(events, &mut pieces);
             self.place();
             self.ended |= self.parser.closed();
@@ -186,7 +202,7 @@ impl Reader for AnswerReader {
 
     /// Reasoning must not end an answer that has to call.
     fn instead_of_end(&self) -> Option<u32> {
-        self.forces().and(self.format.end_think).filter(|_| self.parser.is_thinking())
+        self.forces().and(self.rules.end_think).filter(|_| self.parser.is_thinking())
     }
 
     fn finish(&mut self, cut: bool) -> Read {

@@ -228,6 +228,24 @@ fn deepseek_v4_published_chat_vectors() {
     assert_eq!(ids("Answer with only the number: 2048 divided by 128 is").len(), 18);
 }
 
+/// The official continuation vectors name tokens by their bytes: each must be one token here.
+#[test]
+fn deepseek_v4_tokens_of_the_official_continuations_are_tokens() {
+    let t = tokenizer();
+    for continuation in [
+        &["Ada", " Lov", "el", "ace"][..],
+        &["```", "c", "\n", "return"],
+        &["16"],
+        &["Component", " gamma", " reports", " anomalies"],
+        &["The", " most", " important", " code"],
+    ] {
+        let whole = continuation.concat();
+        let tokens = t.encode(&whole, Specials::Plain);
+        let texts: Vec<&[u8]> = tokens.iter().map(|id| t.token_bytes(*id)).collect();
+        assert!(texts.iter().copied().eq(continuation.iter().map(|p| p.as_bytes())), "{whole:?} is {texts:?}");
+    }
+}
+
 fn render(input: &ChatInput) -> String {
     ChatTemplate::compile(metadata()).expect("encoder").render(input).expect("renders").text()
 }

@@ -2,16 +2,19 @@
 //!
 //! Text waits in a buffer only while it could become a tag: each character is looked at a bounded number of times.
 
+use std::collections::VecDeque;
+
 use super::markdown::Code;
 use super::tags::{Lexed, Name, Tag, lex, may_begin};
 use super::value::{is_object, json_text, minify};
 use super::{End, Event, Kind, Options, ToolCall};
-use crate::deepseek_v4::{END_THINK, THINK};
+use crate::deepseek_v4::{DSML, END_THINK, THINK};
 
 mod call;
 mod decide;
 mod live;
 mod observe;
+mod reasoning;
 
 use call::{Call, close_parameter, object, open_parameter};
 use decide::Verdict;
@@ -70,6 +73,10 @@ pub struct Parser {
     closed: bool,
     events: Vec<Event>,
     spans: Vec<(usize, Kind)>,
+    /// Bytes of text that are no longer in the buffer.
+    consumed: usize,
+    /// Where markers that came as tokens of their own begin, in bytes of all text.
+    markers: VecDeque<usize>,
 }
 
 impl Parser {
@@ -95,6 +102,8 @@ impl Parser {
             closed: false,
             events: Vec::new(),
             spans: Vec::new(),
+            consumed: 0,
+            markers: VecDeque::new(),
         }
     }
 
@@ -105,6 +114,13 @@ impl Parser {
             self.run(None);
         }
         std::mem::take(&mut self.events)
+    }
+
+    /// Takes the token of DSML's marker. Unlike the same letters in a text it is markup: outside of code, it is not shown when it
+    /// turns out to belong to no tag.
+    pub fn push_marker(&mut self) -> Vec<Event> {
+        self.markers.push_back(self.consumed + self.buffer.len());
+        self.push(DSML)
     }
 
     /// Ends the answer: says what is left.
@@ -153,12 +169,14 @@ impl Parser {
     /// Drops what is left.
     fn discard(&mut self) {
         self.spans.push((self.buffer.len(), Kind::Markup));
+        self.consumed += self.buffer.len();
         self.buffer.clear();
     }
 
     fn cut_off(&mut self, len: usize) -> String {
         let rest = self.buffer.split_off(len);
         let taken = std::mem::replace(&mut self.buffer, rest);
+        self.consumed += len;
         if self.region.reading && !self.options.quoted.is_empty() {
             self.region.text += &taken;
         }
@@ -208,35 +226,6 @@ impl Parser {
         }
     }
 
-    fn thinking_start(&mut self, end: Option<End>) {
-        let trimmed = self.buffer.trim_start();
-        if trimmed.starts_with(THINK) {
-            let len = self.buffer.len() - trimmed.len() + THINK.len();
-            self.take(len);
-            self.state = State::Thinking;
-        } else if end.is_some() || !THINK.starts_with(trimmed) {
-            self.state = State::Thinking;
-        }
-    }
-
-    fn thinking(&mut self, end: Option<End>) {
-        if let Some(at) = self.buffer.find(END_THINK) {
-            let text = self.cut_off(at);
-            self.spans.push((at, Kind::Reasoning));
-            self.emit_reasoning(&text);
-            self.take(END_THINK.len());
-            self.state = State::Content;
-            return;
-        }
-        let mut keep = 0;
-        if end.is_none() {
-            keep = (1..END_THINK.len()).rev().find(|n| self.buffer.ends_with(&END_THINK[..*n])).unwrap_or(0);
-        }
-        let text = self.cut_off(self.buffer.len() - keep);
-        self.spans.push((text.len(), Kind::Reasoning));
-        self.emit_reasoning(&text);
-    }
-
     fn content(&mut self, end: Option<End>) {
         let plain = self.code.scan(&self.buffer, self.fresh, end.is_some());
         if plain > 0 {
@@ -260,6 +249,9 @@ impl Parser {
         }
         let first = self.buffer.chars().next().map_or(0, char::len_utf8);
         match lex(&self.buffer) {
+            Lexed::No if self.is_marker() => {
+                self.take(DSML.len());
+            }
             Lexed::No => self.say(first),
             Lexed::Partial { marked } => match end {
                 None => {}
@@ -294,6 +286,14 @@ impl Parser {
                 }
             },
         }
+    }
+
+    /// True when the buffer begins with a marker that came as a token.
+    fn is_marker(&mut self) -> bool {
+        while self.markers.front().is_some_and(|at| *at < self.consumed) {
+            self.markers.pop_front();
+        }
+        self.markers.front() == Some(&self.consumed) && self.buffer.starts_with(DSML)
     }
 
     fn block(&mut self, end: Option<End>) {

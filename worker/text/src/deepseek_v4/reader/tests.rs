@@ -125,6 +125,16 @@ fn deepseek_v4_an_answer_of_all_parts() {
 }
 
 #[test]
+fn deepseek_v4_answers_have_syntax_where_tools_are_on_offer() {
+    let template = ChatTemplate::compile(metadata()).expect("encoder");
+    let syntax = |tools| {
+        let format = template.answer_format(&input(Thinking::None, tools), tokenizer()).expect("v4");
+        format.has_syntax()
+    };
+    assert_eq!([syntax(None), syntax(Some(json!([]))), syntax(Some(weather()))], [false, false, true]);
+}
+
+#[test]
 fn deepseek_v4_the_sampler_is_greedy_in_syntax_and_only_there() {
     let answer = format!("I think.</think>I say.{CALL}");
     let heard = play(&input(Thinking::High, Some(weather())), &[], &answer, false);
@@ -198,6 +208,15 @@ fn deepseek_v4_control_tokens_that_mean_nothing_are_not_shown() {
     let heard = play(&plain, &[], "One</think> two<think> three<｜User｜> four", false);
     assert_eq!((heard.text.as_str(), heard.reasoning.as_str()), ("One two three four", ""));
     assert_eq!(heard.part(0), "One two three four");
+    // A marker that belongs to no tag; in code it is quoted.
+    for (said, shown) in
+        [("One ｜DSML｜, two", "One , two"), ("`<｜DSML｜tool_calls>` and ｜DSML｜.", "`<｜DSML｜tool_calls>` and .")]
+    {
+        for tools in [None, Some(weather())] {
+            let heard = play(&input(Thinking::None, tools), &[], said, false);
+            assert_eq!((heard.text.as_str(), heard.calls.len()), (shown, 0), "{said}");
+        }
+    }
     // Spelt as text they are text.
     let t = tokenizer();
     let mut reader =
