@@ -11,6 +11,25 @@ extern "C" __global__ void rms_norm(const float* x, const float* weight, float e
     for (int i = threadIdx.x; i < width; i += blockDim.x) o[i] = in[i] * scale * weight[i];
 }
 
+// As rms_norm, for widths that are multiples of 4; a block of 256 per row.
+extern "C" __global__ void __launch_bounds__(256) rms_norm_4(const float* x, const float* weight, float eps, int width, float* out) {
+    const float4* in = reinterpret_cast<const float4*>(x + int64_t(blockIdx.x) * width);
+    const float4* w = reinterpret_cast<const float4*>(weight);
+    float4* o = reinterpret_cast<float4*>(out + int64_t(blockIdx.x) * width);
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < width / 4; i += 256) {
+        const float4 a = in[i];
+        sum = __fmaf_rn(a.x, a.x, __fmaf_rn(a.y, a.y, __fmaf_rn(a.z, a.z, __fmaf_rn(a.w, a.w, sum))));
+    }
+    const float scale = 1.0f / sqrtf(block_sum(sum) / float(width) + eps);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < width / 4; i += 256) {
+        const float4 a = in[i], b = w[i];
+        o[i] = make_float4(a.x * scale * b.x, a.y * scale * b.y, a.z * scale * b.z, a.w * scale * b.w);
+    }
+}
+
 // Divides each of the row's heads by its RMS; a block per head.
 extern "C" __global__ void head_rms(float* x, int head_dim, float eps) {
     float* h = x + int64_t(blockIdx.x) * head_dim;

@@ -86,11 +86,15 @@ __device__ __forceinline__ void mixing_weights_4(float* m, const float* scale, c
         for (int c = 0; c < 4; c++) m[8 + 4 * r + c] = v[r][c];
 }
 
-// Sum of squares of a row, by a block of 256.
+// Sum of squares of a row, by a block of 256; n is a multiple of 4.
 __device__ __forceinline__ float squares(const float* x, int n) {
+    const float4* v = reinterpret_cast<const float4*>(x);
     float sum = 0.0f;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < n; i += 256) sum = __fmaf_rn(x[i], x[i], sum);
+#pragma unroll 16
+    for (int i = threadIdx.x; i < n / 4; i += 256) {
+        const float4 a = v[i];
+        sum = __fmaf_rn(a.x, a.x, __fmaf_rn(a.y, a.y, __fmaf_rn(a.z, a.z, __fmaf_rn(a.w, a.w, sum))));
+    }
     return block_sum(sum);
 }
 

@@ -3,7 +3,7 @@
 #include "tiled.cuh"
 
 // Splits rows of x into 16-bit numbers with one scale per 256. A warp has one superblock of one row; lane l has elements 8l..8l+7.
-extern "C" __global__ void quantize_rows(const float* x, int superblocks, int64_t total, uint8_t* q, uint8_t* m, int* sums, float* scale) {
+extern "C" __global__ void quantize_rows(const float* x, int order, int64_t total, uint8_t* q, uint8_t* m, int* sums, float* scale) {
     const int64_t at = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     const int lane = threadIdx.x & 31;
     if (at >= total) return;
@@ -26,8 +26,11 @@ extern "C" __global__ void quantize_rows(const float* x, int superblocks, int64_
         sum_hi += h;
         sum_lo += l;
     }
-    *reinterpret_cast<uint2*>(q + at * ACT_Q + lane * 8) = hi;
-    *reinterpret_cast<uint2*>(q + at * ACT_Q + 256 + lane * 8) = lo;
+    // Elements 8 * lane .. are fed in this step from this lane; for Q2_K see the element's byte and bits in its block.
+    const int step = order == ORDER_PLAIN ? lane / 4 : lane % 16 / 4 * 2 + lane % 2;
+    const int feeder = order == ORDER_PLAIN ? lane % 4 : lane / 16 * 2 + lane % 4 / 2;
+    *reinterpret_cast<uint2*>(q + at * ACT_Q + step * 64 + feeder * 8) = hi;
+    *reinterpret_cast<uint2*>(q + at * ACT_Q + step * 64 + 32 + feeder * 8) = lo;
     sum_hi += __shfl_xor_sync(~0u, sum_hi, 1);
     sum_lo += __shfl_xor_sync(~0u, sum_lo, 1);
     // Group lane / 2 of 16; the even lane writes the sum of high bytes and the odd one that of low bytes.
@@ -110,42 +113,61 @@ __device__ __forceinline__ void product(const Pair& p, const Acts& x, const Item
     const int first_sb = nsb * split / SPLIT, end_sb = nsb * (split + 1) / SPLIT;
     const int count = items.list ? *items.count : (items.rows + ROWS - 1) / ROWS * items.matrices;
     const int units = count * tiles * p.count;
-    for (int unit = blockIdx.x * GROUPS + group; unit < units; unit += gridDim.x * GROUPS) {
-        // Tiles of one weight and matrix follow each other, so that blocks that run together read neighbouring memory.
-        const int tile = unit % tiles, item = unit / tiles % count, which = unit / tiles / count;
-        int matrix, first, n;
+    // Tiles of one weight and matrix follow each other, so that blocks that run together read neighbouring memory.
+    struct Where {
+        int tile, which, matrix, first, n;
+    };
+    const auto locate = [&](int unit) {
+        const int item = unit / tiles % count;
+        Where at;
+        at.tile = unit % tiles;
+        at.which = unit / tiles / count;
         if (items.list) {
             const int4 it = items.list[item];
-            matrix = it.x, first = it.y, n = it.z;
+            at.matrix = it.x, at.first = it.y, at.n = it.z;
         } else {
-            matrix = item % items.matrices;
-            first = item / items.matrices * ROWS;
-            n = min(ROWS, items.rows - first);
+            at.matrix = item % items.matrices;
+            at.first = item / items.matrices * ROWS;
+            at.n = min(ROWS, items.rows - at.first);
         }
+        return at;
+    };
+    const auto load = [&](typename T::Frag& f, const Where& at, int sb) {
+        T::load(f, at.which ? p.w[1] : p.w[0], (at.matrix * tiles + at.tile) * nsb + sb, lane);
+    };
+    const int stride = gridDim.x * GROUPS;
+    int unit = blockIdx.x * GROUPS + group;
+    if (unit >= units) return;
+    Where here = locate(unit);
+    typename T::Frag frag;
+    if (first_sb < end_sb) load(frag, here, first_sb);
+    for (; unit < units; unit += stride) {
+        const Where at = here;
+        // The next unit's first superblock is on its way before this one's sums are written.
+        const bool more = unit + stride < units;
+        if (more) here = locate(unit + stride);
         // Rows past the end repeat the last one; their sums are not written.
-        const auto out_row = [&](int j) { return items.list ? items.order[first + j] : (first + j) * items.matrices + matrix; };
+        const auto out_row = [&](int j) { return items.list ? items.order[at.first + j] : (at.first + j) * items.matrices + at.matrix; };
         Columns<NT> cols;
 #pragma unroll
         for (int k = 0; k < NT; k++) {
-            const int a = out_row(min(4 * k + (g >> 1), n - 1));
+            const int a = out_row(min(4 * k + (g >> 1), at.n - 1));
             cols.feed[k] = (items.list ? a / items.per_row : a) * nsb;
         }
         float sum[NT][2];
 #pragma unroll
         for (int k = 0; k < NT; k++) sum[k][0] = sum[k][1] = 0.0f;
-        const Tiled w = which ? p.w[1] : p.w[0];
-        const int base = (matrix * tiles + tile) * nsb;
-        typename T::Frag frag;
-        if (first_sb < end_sb) T::load(frag, w, base + first_sb, lane);
         for (int sb = first_sb; sb < end_sb; sb++) {
             if constexpr (T::PREFETCH && NT == 1) {
                 typename T::Frag next = frag;
-                if (sb + 1 < end_sb) T::load(next, w, base + sb + 1, lane);
+                if (sb + 1 < end_sb) load(next, at, sb + 1);
+                else if (more) load(next, here, first_sb);
                 T::template add<NT>(frag, luts, x, cols, sb, lane, sum);
                 frag = next;
             } else {
                 T::template add<NT>(frag, luts, x, cols, sb, lane, sum);
-                if (sb + 1 < end_sb) T::load(frag, w, base + sb + 1, lane);
+                if (sb + 1 < end_sb) load(frag, at, sb + 1);
+                else if (more) load(frag, here, first_sb);
             }
         }
 #pragma unroll
@@ -154,12 +176,12 @@ __device__ __forceinline__ void product(const Pair& p, const Acts& x, const Item
             mine[(split * ROWS + 4 * k + t) * 16 + g + 8] = sum[k][1];
         }
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-        float* out = which ? p.out[1] : p.out[0];
-        for (int i = threadIdx.x & 127; i < n * 16; i += 128) {
+        float* out = at.which ? p.out[1] : p.out[0];
+        for (int i = threadIdx.x & 127; i < at.n * 16; i += 128) {
             float v = mine[i];
 #pragma unroll
             for (int s = 1; s < SPLIT; s++) v = __fadd_rn(v, mine[s * ROWS * 16 + i]);
-            out[int64_t(out_row(i / 16)) * p.outputs + tile * 16 + i % 16] = v;
+            out[int64_t(out_row(i / 16)) * p.outputs + at.tile * 16 + i % 16] = v;
         }
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
     }

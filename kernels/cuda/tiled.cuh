@@ -19,13 +19,16 @@ struct Tiled {
 
 // Activations; [rows][superblocks] of each. Laid out as `ActsArg` in kernels/src/cuda/quantized.rs.
 struct Acts {
-    const uint8_t* q;    // 256 high bytes, 256 low bytes
+    const uint8_t* q;    // [step of the mma][high or low][lane t][8 bytes]: what a column feeds in a step is contiguous
     const uint8_t* m;    // sums over 16, each as 16 * a + b: [high or low][t][a of groups 4t..4t+3, b of the same]
     const int* sums;     // sums over 32 of 256 * hi + lo
     const float* scale;
 };
 
 constexpr int ACT_Q = 512, ACT_M = 64, ACT_SUMS = 8;
+
+// Which eight elements of a superblock lane t feeds in step s: the s-th group of 32 in order, or the order in which Q2_K packs its bytes.
+enum Order { ORDER_PLAIN = 0, ORDER_Q2_K = 1 };
 
 __device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -118,7 +121,7 @@ struct TiledQ8_0 {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int c[4] = {0, 0, 0, 0};
-                const uint2 v = load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + part * 256 + b * 32 + t * 8);
+                const uint2 v = load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + b * 64 + part * 32 + t * 8);
                 mma_s8(c, b & 1 ? qa.z : qa.x, b & 1 ? qb.z : qb.x, b & 1 ? qa.w : qa.y, b & 1 ? qb.w : qb.y, v);
                 p[n][0] = __fmaf_rn(da, float(256 * c[0] + c[1]), p[n][0]);
                 p[n][1] = __fmaf_rn(db, float(256 * c[2] + c[3]), p[n][1]);
@@ -148,7 +151,7 @@ struct TiledQ2_K {
     static constexpr int CHUNKS = 1, SIDE = 16, SIDE2 = 4;
     static constexpr bool LUT = false;
     static constexpr bool PREFETCH = true;  // the next superblock while one is computed: where its registers fit
-    static constexpr int BLOCKS = 3;        // per multiprocessor, of the narrow kernel
+    static constexpr int BLOCKS = 2;        // per multiprocessor, of the narrow kernel
     using Block = Q2_K;
     struct Frag {
         uint4 q[2];
@@ -185,10 +188,9 @@ struct TiledQ2_K {
                 const uint32_t a2 = (((u ? f.q[0].w : f.q[0].y) >> (2 * s)) & 0x03030303u) * sa;
                 const uint32_t a1 = (((u ? f.q[1].z : f.q[1].x) >> (2 * s)) & 0x03030303u) * sc;
                 const uint32_t a3 = (((u ? f.q[1].w : f.q[1].y) >> (2 * s)) & 0x03030303u) * sc;
-                const int e = 128 * (t >> 1) + 32 * s + 16 * sub + 8 * u;
 #pragma unroll
                 for (int n = 0; n < NT; n++)
-                    mma_u8(total[n], a0, a1, a2, a3, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + part * 256 + e));
+                    mma_u8(total[n], a0, a1, a2, a3, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + (2 * s + u) * 64 + part * 32 + t * 8));
             }
         }
         const float da = low_half(f.d[0]), ma = high_half(f.d[0]), db = low_half(f.d[1]), mb = high_half(f.d[1]);
@@ -267,7 +269,7 @@ struct TiledQ4_K {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int c[4] = {0, 0, 0, 0};
-                mma_s8(c, a0, a1, a2, a3, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + part * 256 + g * 32 + t * 8));
+                mma_s8(c, a0, a1, a2, a3, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + g * 64 + part * 32 + t * 8));
                 total[n][0] += c[0] * sa;
                 total[n][1] += c[1] * sa;
                 total[n][2] += c[2] * sc;
@@ -351,7 +353,7 @@ struct TiledIQ2_XXS {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int c[4] = {0, 0, 0, 0};
-                mma_s8(c, a.x, b.x, a.y, b.y, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + part * 256 + g * 32 + t * 8));
+                mma_s8(c, a.x, b.x, a.y, b.y, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + g * 64 + part * 32 + t * 8));
                 total[n][0] += c[0] * ka;
                 total[n][1] += c[1] * ka;
                 total[n][2] += c[2] * kb;

@@ -48,9 +48,11 @@ pub(super) fn embed(d: &CudaDevice, step: &CudaStep, table: &CudaWeight, out: &m
 pub(super) fn rms_norm(d: &CudaDevice, x: &CudaBuffer, weight: &CudaWeight, eps: f32, out: &mut CudaBuffer) {
     assert!(weight.rows == 1 && weight.cols == x.width() && out.width() == x.width(), "{}: shape", weight.name);
     out.resize(x.rows());
-    let block = [threads(x.width(), 1024), 1, 1];
+    let four = x.width().is_multiple_of(4);
+    let (name, block) = if four { ("rms_norm_4", 256) } else { ("rms_norm", threads(x.width(), 1024)) };
+    let block = [block, 1, 1];
     let args = (x.start(), weight.vector(), int(x.width()), out.start());
-    d.launch(File::Elementwise, "rms_norm", [dim(x.rows()), 1, 1], block, 0, &[&args.0, &args.1, &eps, &args.2, &args.3]);
+    d.launch(File::Elementwise, name, [dim(x.rows()), 1, 1], block, 0, &[&args.0, &args.1, &eps, &args.2, &args.3]);
 }
 
 /// `out = x · wᵀ`, block-diagonal in `groups`, for weights that are not tiled.

@@ -28,6 +28,7 @@ impl CudaDevice {
         assert!(n <= MAX_STREAMS, "{n} streams; {MAX_STREAMS} at most");
         assert_eq!(w.mixer.cols, width, "{}: streams of another width", w.mixer.name);
         assert!(!w.mixer.is_tiled(), "{}: mixers are float tensors", w.mixer.name);
+        assert!(width.is_multiple_of(4), "streams of {width} elements in all");
         x.resize(rows);
         let mut scratch = self.scratch();
         let s = &mut *scratch;

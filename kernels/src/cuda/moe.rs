@@ -93,14 +93,14 @@ impl MoeOps for CudaDevice {
         let both = |w: &CudaWeight| (w.ty, w.is_tiled());
         match rows_of {
             Some(r) if experts.gate.is_tiled() && both(&experts.gate) == both(&experts.up) => {
-                let acts = quantized::quantize(self, &mut s.activations, x.start(), rows, x.width());
+                let acts = quantized::quantize(self, &mut s.activations, &experts.gate, x.start(), rows);
                 quantized::product(self, &[&experts.gate, &experts.up], &acts, r, used, ff, &[gate, up]);
             }
             _ => {
                 for (w, to) in [(&experts.gate, gate), (&experts.up, up)] {
                     match rows_of.filter(|_| w.is_tiled()) {
                         Some(r) => {
-                            let acts = quantized::quantize(self, &mut s.activations, x.start(), rows, x.width());
+                            let acts = quantized::quantize(self, &mut s.activations, w, x.start(), rows);
                             quantized::product(self, &[w], &acts, r, used, ff, &[to]);
                         }
                         None => exact(w, ff, x.start(), used, to),
@@ -114,7 +114,7 @@ impl MoeOps for CudaDevice {
         self.launch(File::Elementwise, "swiglu_weighted", blocks(n), BLOCK, 0, &all);
         match rows_of.filter(|_| experts.down.is_tiled()) {
             Some(r) => {
-                let acts = quantized::quantize(self, &mut s.activations, gate, assignments, ff);
+                let acts = quantized::quantize(self, &mut s.activations, &experts.down, gate, assignments);
                 quantized::product(self, &[&experts.down], &acts, r, 1, hidden, &[parts]);
             }
             None => exact(&experts.down, hidden, gate, 1, parts),

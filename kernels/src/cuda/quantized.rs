@@ -31,7 +31,7 @@ pub(super) struct TileShape {
 pub(super) fn tile_shape(ty: GgmlType) -> Option<TileShape> {
     let (bytes, blocks, luts) = match ty {
         GgmlType::Q8_0 => ([256, 16, 0], 2, false),
-        GgmlType::Q2_K => ([64, 16, 4], 3, false),
+        GgmlType::Q2_K => ([64, 16, 4], 2, false),
         GgmlType::Q4_K => ([128, 16, 0], 3, false),
         GgmlType::IQ2_XXS => ([64, 0, 2], 2, true),
         _ => return None,
@@ -120,14 +120,20 @@ pub(super) struct Listed {
     most: usize,
 }
 
-/// Splits `rows` rows of `cols` floats at `x` into 16-bit activations.
-pub(super) fn quantize(d: &CudaDevice, to: &mut Activations, x: DevicePtr, rows: usize, cols: usize) -> ActsArg {
-    let superblocks = cols / SUPERBLOCK;
+/// The order in which a type's kernel takes activations (`Order` in tiled.cuh).
+fn order(ty: GgmlType) -> i32 {
+    i32::from(ty == GgmlType::Q2_K)
+}
+
+/// Splits `rows` rows of floats at `x` into 16-bit activations for products with `w`, and with other weights of as many columns whose
+/// type takes them in the same order.
+pub(super) fn quantize(d: &CudaDevice, to: &mut Activations, w: &CudaWeight, x: DevicePtr, rows: usize) -> ActsArg {
+    let superblocks = w.cols / SUPERBLOCK;
     let total = rows * superblocks;
     let room = rows.max(16) * superblocks;
     let at = |g: &mut Growable, bytes: usize| g.at_least(d.context(), room * bytes);
     let acts = ActsArg { q: at(&mut to.q, 512), m: at(&mut to.m, 64), sums: at(&mut to.sums, 32), scale: at(&mut to.scale, 4) };
-    let args = (int(superblocks), total as i64);
+    let args = (order(w.ty), total as i64);
     let all: [&dyn KernelArg; 7] = [&x, &args.0, &args.1, &acts.q, &acts.m, &acts.sums, &acts.scale];
     d.launch(File::Quantized, "quantize_rows", [dim(total.div_ceil(8)), 1, 1], [256, 1, 1], 0, &all);
     acts
@@ -193,9 +199,13 @@ pub(super) fn product(d: &CudaDevice, w: &[&CudaWeight], x: &ActsArg, rows: Rows
 
 /// `outᵢ = x · wᵢᵀ` for tiled weights that share their inputs; neighbours of one shape go into one launch.
 pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, group: &mut [(&CudaWeight, &mut CudaBuffer)]) {
-    let mut scratch = d.scratch();
-    let acts = quantize(d, &mut scratch.activations, x.start(), x.rows(), x.width());
-    drop(scratch);
+    for part in group.chunk_by_mut(|a, b| order(a.0.ty) == order(b.0.ty)) {
+        let acts = quantize(d, &mut d.scratch().activations, part[0].0, x.start(), x.rows());
+        matmul_one_order(d, x, &acts, part);
+    }
+}
+
+fn matmul_one_order(d: &CudaDevice, x: &CudaBuffer, acts: &ActsArg, group: &mut [(&CudaWeight, &mut CudaBuffer)]) {
     let rows = Rows::Strided { matrices: 1, rows: x.rows() };
     let mut at = 0;
     while at < group.len() {
@@ -210,7 +220,7 @@ pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, group: &mut [(&CudaWeight, 
             })
             .collect();
         let w: Vec<&CudaWeight> = part.iter().map(|(w, _)| *w).collect();
-        product(d, &w, &acts, rows, 1, w[0].rows, &out);
+        product(d, &w, acts, rows, 1, w[0].rows, &out);
         at += n;
     }
 }

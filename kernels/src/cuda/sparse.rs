@@ -13,6 +13,7 @@ use super::quantized;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::kernel_args;
+use crate::state::StateType;
 use crate::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
 
 /// Keys per piece, and heads per block (`PIECE`, `HEADS` in sparse.cu).
@@ -245,6 +246,8 @@ impl SparseOps for CudaDevice {
         let ring = step.layout().slot(p.ring_slot);
         let compressed = p.compressed.map(|(slot, _)| step.layout().slot(slot));
         let check = |s: &SlotArg| assert_eq!(usize::try_from(s.width), Ok(p.head_dim), "state rows of another width");
+        let fp4 = [Some(p.ring_slot), p.compressed.map(|c| c.0)].into_iter().flatten().any(|s| step.layout().kind(s).ty() == StateType::Fp4);
+        assert!(!fp4, "attention over FP4 rows");
         check(&ring);
         compressed.iter().for_each(check);
         let ratio = p.compressed.map_or(0, |(_, ratio)| ratio);
@@ -280,7 +283,7 @@ impl SparseOps for CudaDevice {
         if pieces > 1 {
             let (grid, n) = ([dim(step.rows), dim(p.heads), 1], int(pieces));
             let all: [&dyn KernelArg; 5] = [&step.arg, &arg, &n, &partial, &to];
-            self.launch(File::Sparse, "sparse_merge", grid, [128, 1, 1], pieces * 8, &all);
+            self.launch(File::Sparse, "sparse_merge", grid, [512, 1, 1], pieces * 8, &all);
         }
     }
 
@@ -291,7 +294,7 @@ impl SparseOps for CudaDevice {
         }
         // A row of x is `groups` rows of one group each.
         out.resize(x.rows());
-        let acts = quantized::quantize(self, &mut self.scratch().activations, x.start(), x.rows() * groups, w.cols);
+        let acts = quantized::quantize(self, &mut self.scratch().activations, w, x.start(), x.rows() * groups);
         let rows = quantized::Rows::Strided { matrices: groups, rows: x.rows() };
         quantized::product(self, &[w], &acts, rows, 1, w.rows / groups, &[out.start()]);
     }
