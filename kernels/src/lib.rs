@@ -11,6 +11,7 @@ pub mod ops;
 pub mod plan;
 pub mod quant;
 pub mod state;
+pub mod tiles;
 
 pub use cpu::CpuDevice;
 pub use device::{Attention, Device, DeviceError, DeviceTensor, Rope, RopeKind, TensorSource};

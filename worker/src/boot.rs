@@ -3,14 +3,17 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ds4_attach::{Attached, Weights};
+use ds4_attach::{AttachError, Claim, Lease, Tensors};
 use ds4_engine::{Engine, EngineHandle};
+use ds4_kernels::ops::{HyperOps, MoeOps, SparseOps};
 use ds4_kernels::{CpuDevice, StateSpec};
-use ds4_manifests::{Catalog, WeightManifest};
+use ds4_manifests::{Backend, Catalog, WeightManifest};
+use ds4_os::memory::Available;
 use ds4_settings::BROKER_SOCKET;
 use ds4_text::{ChatTemplate, TextError, Tokenizer};
 
 use crate::config::{Mtp, Options};
+use crate::device;
 use crate::failure::Failure;
 use crate::late::LateVocabulary;
 
@@ -25,6 +28,21 @@ pub struct Booted {
     pub context_train: usize,
     pub device: String,
     pub phases: Phases,
+}
+
+/// Weights that are mapped, wherever they are, and the lease on them.
+pub struct Attached {
+    pub weights: Box<dyn Tensors + Send + Sync>,
+    pub lease: Lease,
+}
+
+/// What a model computes on, and how it gets at its weights.
+pub struct Ground<D, M> {
+    pub device: D,
+    /// Maps what an owner passed on.
+    pub map: M,
+    /// Memory that banks can have, by whose estimate.
+    pub available: fn(&D) -> Option<Available>,
 }
 
 /// How long each phase of a start took.
@@ -70,25 +88,61 @@ struct Text {
 pub fn boot(options: &Options) -> Result<Booted, Failure> {
     let mut phases = Phases::default();
     let mut since = Instant::now();
-    let attached = ds4_attach::attach(&ds4_attach::Options {
-        model: options.model.clone(),
+    let claim = ds4_attach::claim(&ds4_attach::Options {
         expected: options.expected,
-        verify: options.verify,
-        wait: options.owner_wait,
-        ..ds4_attach::Options::new(options.runtime_dir.join(BROKER_SOCKET))
+        ..attaching(options, options.model.clone())
     })?;
-    let drafter = options.mtp.as_ref().map(|mtp| attach_drafter(options, mtp, &attached.weights)).transpose()?;
+    let block = options.mtp.as_ref().map(|mtp| claim_drafter(options, mtp, &claim.manifest)).transpose()?;
     phases.lap("attach", &mut since);
-    let weights = &attached.weights;
-    if weights.manifest.metadata.is_synthetic() {
-        tracing::warn!(model = %weights.manifest.model.name, "the weights are synthetic: speeds are real, answers are nonsense");
+    if claim.manifest.metadata.is_synthetic() {
+        tracing::warn!(model = %claim.manifest.model.name, "the weights are synthetic: speeds are real, answers are nonsense");
     }
+    match &claim.manifest.backend {
+        Backend::Memfd { .. } => {
+            let map = |claim: Claim| {
+                let ds4_attach::Attached { weights, lease } = claim.map()?;
+                Ok(Attached { weights: Box::new(weights), lease })
+            };
+            let available = |_: &CpuDevice| ds4_os::memory::available();
+            start(options, claim, block, Ground { device: CpuDevice::new(options.threads), map, available }, phases, since)
+        }
+        Backend::CudaVmm { .. } => device::start(options, claim, block, phases, since),
+    }
+}
+
+fn attaching(options: &Options, model: Option<String>) -> ds4_attach::Options {
+    let socket = options.runtime_dir.join(BROKER_SOCKET);
+    ds4_attach::Options { model, verify: options.verify, wait: options.owner_wait, ..ds4_attach::Options::new(socket) }
+}
+
+/// Maps, binds, builds and probes on `ground`.
+///
+/// # Errors
+/// As [`boot`].
+pub fn start<D, M>(
+    options: &Options,
+    claim: Claim,
+    block: Option<Claim>,
+    ground: Ground<D, M>,
+    mut phases: Phases,
+    mut since: Instant,
+) -> Result<Booted, Failure>
+where
+    D: HyperOps + MoeOps + SparseOps,
+    M: Fn(Claim) -> Result<Attached, AttachError>,
+{
+    let Ground { device, map, available } = ground;
+    phases.lap("device", &mut since);
+    let attached = map(claim)?;
+    let drafter = block.map(map).transpose()?;
+    phases.lap("map", &mut since);
+    let weights = &*attached.weights;
     let late = Arc::new(LateVocabulary::default());
     let promise = late.promise();
     let (text, computing) = std::thread::scope(|scope| {
-        let text = scope.spawn(|| text(weights).inspect(|text| promise.keep(&text.tokenizer)));
-        let block = options.mtp.as_ref().zip(drafter.as_ref()).map(|(mtp, d)| (mtp, &d.weights));
-        let computing = compute(options, weights, block, late, &mut phases, &mut since);
+        let text = scope.spawn(|| text(weights.manifest()).inspect(|text| promise.keep(&text.tokenizer)));
+        let block = options.mtp.as_ref().zip(drafter.as_ref()).map(|(mtp, d)| (mtp, &*d.weights as &dyn Tensors));
+        let computing = compute(options, (device, available), weights, block, late, &mut phases, &mut since);
         let text = text.join().unwrap_or_else(|_| Err(Failure::other("building the tokenizer panicked")));
         (text, computing)
     });
@@ -104,17 +158,12 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
 }
 
 /// Takes a lease on the prediction block as well, and holds every shape of it against the model's.
-fn attach_drafter(options: &Options, mtp: &Mtp, base: &Weights) -> Result<Attached, Failure> {
-    let attached = ds4_attach::attach(&ds4_attach::Options {
-        model: Some(mtp.name.clone()),
-        verify: options.verify,
-        wait: options.owner_wait,
-        ..ds4_attach::Options::new(options.runtime_dir.join(BROKER_SOCKET))
-    })?;
-    match misfit(&base.manifest, &attached.weights.manifest) {
-        None => Ok(attached),
+fn claim_drafter(options: &Options, mtp: &Mtp, base: &WeightManifest) -> Result<Claim, Failure> {
+    let claim = ds4_attach::claim(&attaching(options, Some(mtp.name.clone())))?;
+    match misfit(base, &claim.manifest) {
+        None => Ok(claim),
         Some(why) => {
-            let (block, model) = (&attached.weights.manifest.model.name, &base.manifest.model.name);
+            let (block, model) = (&claim.manifest.model.name, &base.model.name);
             Err(Failure::model(format!(
                 "{block} is no prediction block for {model}: {why}; give --mtp another, or none"
             )))
@@ -133,40 +182,40 @@ fn misfit(base: &WeightManifest, block: &WeightManifest) -> Option<String> {
 }
 
 /// The side of a start that computes.
-struct Computing {
-    engine: Engine<CpuDevice>,
+struct Computing<D: ds4_kernels::Device> {
+    engine: Engine<D>,
     vocab: usize,
     context_train: usize,
     device: String,
 }
 
-fn compute(
+fn compute<D: HyperOps + MoeOps + SparseOps>(
     options: &Options,
-    weights: &Weights,
-    drafter: Option<(&Mtp, &Weights)>,
+    (device, available): (D, fn(&D) -> Option<Available>),
+    weights: &dyn Tensors,
+    drafter: Option<(&Mtp, &dyn Tensors)>,
     late: Arc<LateVocabulary>,
     phases: &mut Phases,
     since: &mut Instant,
-) -> Result<Computing, Failure> {
-    let device = CpuDevice::new(options.threads);
+) -> Result<Computing<D>, Failure> {
     let mut model = ds4_models::build(&device, weights)?;
     if let Some((mtp, weights)) = drafter {
         model.attach_drafter(&device, weights, mtp.settings)?;
     }
     phases.lap("bind", since);
-    judge_memory(model.state(), options, model.shape().context)?;
+    judge_memory(model.state(), options, model.shape().context, available(&device))?;
     let (vocab, context_train) = (model.shape().vocab, model.shape().context);
     let name = ds4_kernels::Device::describe(&device);
     let mut engine = Engine::new(device, model, Arc::clone(&late) as _, options.engine.clone())?;
     phases.lap("engine", since);
-    let report = engine.probe(&late.probe_prompt(&weights.manifest.metadata))?;
+    let report = engine.probe(&late.probe_prompt(&weights.manifest().metadata))?;
     tracing::debug!(tokens = ?report.tokens, took_ms = report.took.as_secs_f64() * 1e3, "self-test passed");
     phases.lap("probe", since);
     Ok(Computing { engine, vocab, context_train, device: name })
 }
 
-fn text(weights: &Weights) -> Result<Text, Failure> {
-    let metadata = &weights.manifest.metadata;
+fn text(manifest: &WeightManifest) -> Result<Text, Failure> {
+    let metadata = &manifest.metadata;
     let started = Instant::now();
     let template = match ChatTemplate::compile(metadata) {
         Ok(template) => Some(template),
@@ -193,12 +242,17 @@ fn check_vocabulary(logits: usize, tokenizer: &Tokenizer) -> Result<(), Failure>
 
 /// Weighs the banks' appetite against what is free, before anything is allocated: one full sequence must fit, or no
 /// long request could ever be served.
-fn judge_memory(state: &StateSpec, options: &Options, context_train: usize) -> Result<(), Failure> {
+fn judge_memory(
+    state: &StateSpec,
+    options: &Options,
+    context_train: usize,
+    available: Option<Available>,
+) -> Result<(), Failure> {
     let context = options.engine.context.min(context_train);
     let one = state.bytes(context) as u64;
     let checkpoints = options.engine.checkpoint_limit(state) as u64;
     let all = one.saturating_mul(options.engine.max_batch as u64).saturating_add(checkpoints);
-    let Some(available) = ds4_os::memory::available() else { return Ok(()) };
+    let Some(available) = available else { return Ok(()) };
     let mib = |bytes: u64| bytes >> 20;
     tracing::info!(
         context,

@@ -27,7 +27,8 @@ pub struct Cli {
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 drained; 1 fatal error; 2 bad usage, configuration or address in use; 3 no weight \
-    owner, or it refused; 4 the model was refused; 5 not enough memory; 6 the self-test failed.\n\nSIGTERM or Ctrl-C \
+    owner, or it refused; 4 the model was refused; 5 not enough memory; 6 the self-test failed; \
+    71 the CUDA device failed (start again: the weights are still there).\n\nSIGTERM or Ctrl-C \
     drains: running requests are finished (--drain-deadline); a second one ends at once.";
 
 /// Every key; a missing one has the default that `--print-config` shows.
@@ -92,6 +93,9 @@ pub struct Flags {
     /// Compute threads [default: as many as this process may use]
     #[arg(long, env = "DS4_THREADS", value_name = "N")]
     pub threads: Option<u32>,
+    /// Replay the launches of decode steps as graphs (CUDA devices only); false: start every kernel by itself, for profilers
+    #[arg(long, env = "DS4_CUDA_GRAPHS", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub cuda_graphs: Option<bool>,
     /// Time that running requests have to finish on SIGTERM or drain
     #[arg(long, env = "DS4_WORKER_DRAIN_DEADLINE", value_name = "SECONDS")]
     pub drain_deadline: Option<u32>,
@@ -154,6 +158,7 @@ pub struct Options {
     pub verify: bool,
     pub owner_wait: Duration,
     pub threads: usize,
+    pub cuda_graphs: bool,
     pub drain_deadline: Duration,
     pub engine: EngineConfig,
     pub api: ApiConfig,
@@ -181,6 +186,7 @@ fn defaults() -> Flags {
         mtp_margin: Some(0.0),
         mtp_alignment: Some(Alignment::Next),
         threads: std::thread::available_parallelism().ok().and_then(|t| n(t.get())),
+        cuda_graphs: Some(true),
         drain_deadline: Some(30),
         stall_timeout: s(engine.stall_timeout),
         request_timeout: Some(0),
@@ -249,6 +255,7 @@ pub fn resolve(cli: &Cli, origins: &Origins) -> Result<(Options, Layered<Flags>)
         verify: v.verify_weights.unwrap_or(false),
         owner_wait: s(v.owner_wait),
         threads: n(v.threads),
+        cuda_graphs: v.cuda_graphs.unwrap_or(true),
         drain_deadline: s(v.drain_deadline),
         engine,
         api,

@@ -107,6 +107,7 @@ impl From<ProbeError> for Failure {
     fn from(e: ProbeError) -> Self {
         match e {
             ProbeError::NoPrompt { .. } => Self::usage(e),
+            ProbeError::OutOfMemory(_) => Self::memory(e),
             e => Self::new(EXIT_SELF_TEST, e),
         }
     }
@@ -131,6 +132,7 @@ mod tests {
             (EngineError::OutOfMemory("banks".into()).into(), 5),
             (ProbeError::Constant { vocab: 1 }.into(), 6),
             (ProbeError::NoPrompt { context: 1 }.into(), 2),
+            (ProbeError::OutOfMemory("activations".into()).into(), 5),
             (EngineError::Internal("x".into()).into(), 1),
         ];
         for (failure, exit) in cases {

@@ -11,6 +11,7 @@ mod boot;
 mod config;
 mod control;
 mod debug;
+mod device;
 mod failure;
 mod late;
 mod listen;

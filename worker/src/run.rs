@@ -37,14 +37,14 @@ pub fn run(options: Options, started: Instant, runtime: &Runtime) -> Result<(), 
         booted
     };
     let addr = http.listener.local_addr().map_err(Failure::other)?.to_string();
-    let manifest = &attached.weights.manifest;
+    let manifest = attached.weights.manifest();
     let ready_ms = (started.elapsed().as_secs_f64() * 1e4).round() / 10.0;
     let info = ModelInfo {
         name: manifest.model.name.clone(),
         family: manifest.model.family.clone(),
         artifact: manifest.model.artifact.clone(),
         synthetic: manifest.metadata.is_synthetic(),
-        drafter: drafter.as_ref().map(|d| d.weights.manifest.model.name.clone()),
+        drafter: drafter.as_ref().map(|d| d.weights.manifest().model.name.clone()),
         abilities: template.as_ref().map_or_else(Default::default, ds4_text::ChatTemplate::abilities),
         blake3: hex(&manifest.model.content),
         epoch: manifest.epoch,

@@ -40,4 +40,4 @@ pub use sparse::{CudaRope, CudaSelection};
 #[cfg(feature = "cuda")]
 pub use step::CudaStep;
 #[cfg(feature = "cuda")]
-pub use weight::CudaWeight;
+pub use weight::{CudaWeight, Placed};

@@ -17,26 +17,24 @@ const WIDE: usize = 16;
 /// The IQ2_XXS kernel's tables in shared memory (`Luts` in tiled.cuh).
 const LUTS: usize = (256 + 128) * 16 * 8;
 
-/// How a type lies in tiles (`Tiled…` in tiled.cuh).
+/// How products with a type's tiles are launched (`Tiled…` in tiled.cuh).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TileShape {
-    /// Bytes of one row's superblock in `qs`, `side` and `side2`.
-    pub(super) bytes: [usize; 3],
     /// Blocks of the narrow kernel per multiprocessor.
     blocks: usize,
     luts: bool,
 }
 
-/// The shape for a type that has one.
+/// The shape for a type that has one; `crate::tiles` has its bytes.
 pub(super) fn tile_shape(ty: GgmlType) -> Option<TileShape> {
-    let (bytes, blocks, luts) = match ty {
-        GgmlType::Q8_0 => ([256, 16, 0], 2, false),
-        GgmlType::Q2_K => ([64, 16, 4], 2, false),
-        GgmlType::Q4_K => ([128, 16, 0], 3, false),
-        GgmlType::IQ2_XXS => ([64, 0, 2], 2, true),
+    let (blocks, luts) = match ty {
+        GgmlType::Q8_0 => (2, false),
+        GgmlType::Q2_K => (2, false),
+        GgmlType::Q4_K => (3, false),
+        GgmlType::IQ2_XXS => (2, true),
         _ => return None,
     };
-    Some(TileShape { bytes, blocks, luts })
+    Some(TileShape { blocks, luts })
 }
 
 /// `Tiled` in tiled.cuh.

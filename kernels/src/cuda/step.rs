@@ -1,7 +1,6 @@
 //! A plan in device memory.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::bank::{CudaBank, Layout};

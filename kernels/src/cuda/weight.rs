@@ -6,12 +6,12 @@ use ds4_manifests::GgmlType;
 
 use super::device::CudaDevice;
 use super::driver::KernelArg;
-use super::driver::{CudaError, Memory, vmm::DevicePtr};
+use super::driver::{CudaError, Memory, Space, vmm::DevicePtr};
 use super::kernels::{File, dim, int};
 use super::step::StepArg;
-use super::quantized::{SUPERBLOCK, TILE, TiledArg, tile_shape};
+use super::quantized::{SUPERBLOCK, TiledArg};
 use crate::device::{DeviceError, DeviceTensor, TensorSource};
-use crate::quant;
+use crate::{quant, tiles};
 
 /// Largest tensor of another type than F32 that also gets an f32 copy, in elements: norms, biases, scales and position tables, which
 /// kernels read as f32. 65,536 elements of position table are the largest in the shapes that exist.
@@ -103,11 +103,8 @@ fn refusal(name: &str, e: &CudaError) -> DeviceError {
 
 /// Where the parts of the tiles of a tensor at `start` lie; `None` for types and shapes that have no tiles.
 fn tiles_at(ty: GgmlType, rows: usize, cols: usize, start: DevicePtr) -> Option<TiledArg> {
-    let shape = tile_shape(ty)?;
-    if rows == 1 || !rows.is_multiple_of(TILE) || !cols.is_multiple_of(SUPERBLOCK) {
-        return None;
-    }
-    let each = shape.bytes.map(|b| (b * rows * (cols / SUPERBLOCK)) as u64);
+    let parts = tiles::parts(ty).filter(|_| tiles::is_tiled(ty, rows, cols))?;
+    let each = parts.map(|b| (b * rows * (cols / SUPERBLOCK)) as u64);
     let side = start + each[0];
     Some(TiledArg { qs: start, side, side2: side + each[1] })
 }
@@ -121,26 +118,40 @@ fn repack(device: &CudaDevice, ty: GgmlType, rows: usize, cols: usize, from: Dev
     device.launch(File::Quantized, &format!("repack_{ty}"), [dim(threads.div_ceil(256)), 1, 1], [256, 1, 1], 0, &all);
 }
 
+/// A matrix of blocks as in a file, in a space.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed {
+    /// Element type.
+    pub ty: GgmlType,
+    /// Rows, those of stacked matrices together.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Where its first byte is in the space.
+    pub offset: u64,
+}
+
 impl CudaDevice {
-    /// Rearranges tensors from blocks as in a file into tiles, each in its place, and waits until that is done; those that have no
-    /// tiles stay as they are. Takes as much memory as the largest of them while it works.
-    ///
-    /// # Safety
-    /// Each is mapped for writing, and nothing else uses it meanwhile.
+    /// Rearranges matrices from blocks into tiles, each in its place, and waits until that is done; those that have no tiles stay as
+    /// they are. Takes as much memory more as the largest of them while it works. The space must be mapped for writing.
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`] before anything was changed; or the device failed.
-    #[allow(unsafe_code, reason = "the caller's promise about the memory")]
-    pub unsafe fn tile_in_place(&self, tensors: &[DeviceTensor]) -> Result<(), CudaError> {
-        let all = tensors.iter().filter_map(|t| Some((t, tiles_at(t.ty, t.rows, t.cols, t.address)?)));
-        let all: Vec<(&DeviceTensor, TiledArg)> = all.collect();
-        let largest = all.iter().map(|(t, _)| t.len).max().unwrap_or(0);
-        let size = |len: u64| usize::try_from(len).map_err(|_| CudaError::Range(format!("a tensor of {len} bytes")));
-        let scratch = Memory::new(self.context(), size(largest)?)?;
-        for (t, tiles) in all {
-            // SAFETY: the scratch is as large as the largest; the rest is the caller's promise.
-            unsafe { self.stream().copy(scratch.start(), t.address, size(t.len)?) }?;
-            repack(self, t.ty, t.rows, t.cols, scratch.start(), &tiles);
+    /// [`CudaError::OutOfMemory`] before anything was changed; a matrix leaves the space; or the device failed.
+    pub fn tile_in_place(&self, space: &mut Space, matrices: &[Placed]) -> Result<(), CudaError> {
+        let mut all = Vec::new();
+        for m in matrices.iter().filter(|m| tiles::is_tiled(m.ty, m.rows, m.cols)) {
+            let len = tiles::parts(m.ty).map_or(0, |p| p.iter().sum::<usize>()) * m.rows * (m.cols / SUPERBLOCK);
+            all.push((m, space.address(m.offset, len as u64)?, len));
+        }
+        let largest = all.iter().map(|(.., len)| *len).max().unwrap_or(0);
+        let scratch = Memory::new(self.context(), largest)?;
+        for (m, address, len) in all {
+            #[allow(unsafe_code, reason = "a copy on the device")]
+            // SAFETY: both are `len` bytes or more; the space is ours alone.
+            unsafe { self.stream().copy(scratch.start(), address, len) }?;
+            if let Some(tiles) = tiles_at(m.ty, m.rows, m.cols, address) {
+                repack(self, m.ty, m.rows, m.cols, scratch.start(), &tiles);
+            }
         }
         self.synchronize()
     }

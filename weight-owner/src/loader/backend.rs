@@ -1,12 +1,15 @@
 //! Whose memory a load fills: the choice, and what is free there.
 
 use ds4_kernels::cuda::driver::{Context, CudaError, DeviceInfo, Driver, vmm};
-use ds4_manifests::{Backend, LAYOUT_GGUF};
+use ds4_manifests::{Backend, LAYOUT_GGUF, LAYOUT_TILES};
 use ds4_os::memory::{self, Available};
 use ds4_settings::EXIT_USAGE;
 use serde::{Deserialize, Serialize};
 
 use crate::Failure;
+
+/// How tensors are arranged on a device: as the kernels take them, where this build has the kernel that does it.
+const DEVICE_LAYOUT: &str = if cfg!(feature = "cuda") { LAYOUT_TILES } else { LAYOUT_GGUF };
 
 /// What was asked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -113,7 +116,7 @@ impl Memory {
                 device_name: context.device().name.clone(),
                 granularity: *granularity,
                 driver: context.driver().version(),
-                layout: LAYOUT_GGUF.into(),
+                layout: DEVICE_LAYOUT.into(),
             },
         }
     }

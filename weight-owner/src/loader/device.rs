@@ -43,7 +43,8 @@ pub(super) fn fill(prepared: &Prepared, context: &Context, connection: &Connecti
     let start = Instant::now();
     let lengths = &prepared.layout.chunks;
     let rounded: Vec<u64> = lengths.iter().map(|len| prepared.memory.rounded(*len)).collect();
-    let (space, fds, offsets) = allocate(context, &rounded).map_err(|(e, what)| refusal(&e, &what))?;
+    #[allow(unused_mut, reason = "changed by builds with kernels only")]
+    let (mut space, fds, offsets) = allocate(context, &rounded).map_err(|(e, what)| refusal(&e, &what))?;
     send_stage(connection, "allocate", space.len(), start.elapsed())?;
 
     let sources = open(prepared, context, connection)?;
@@ -89,6 +90,8 @@ pub(super) fn fill(prepared: &Prepared, context: &Context, connection: &Connecti
         outcome
     })?;
     let wall = start.elapsed();
+    #[cfg(feature = "cuda")]
+    tile(prepared, context, &mut space, &offsets, connection)?;
 
     send_stage(connection, "read", total, counters.share(&counters.read_ns, threads))?;
     send_stage(connection, "hash", total, counters.share(&counters.hash_ns, threads))?;
@@ -104,6 +107,30 @@ pub(super) fn fill(prepared: &Prepared, context: &Context, connection: &Connecti
             Ok(Done { chunk: Chunk { len: *len, blake3: tree::root(*len, &own) }, fd: Some(fd) })
         })
         .collect()
+}
+
+/// Arranges the tensors as the kernels take them. Byte-neutral, on the device: every byte is read and written twice at its speed.
+#[cfg(feature = "cuda")]
+fn tile(
+    prepared: &Prepared,
+    context: &Context,
+    space: &mut Space,
+    offsets: &[u64],
+    connection: &Connection,
+) -> Result<(), Stop> {
+    use ds4_kernels::cuda::{CudaDevice, Placed};
+    let start = Instant::now();
+    let device = CudaDevice::open(context.device().ordinal).map_err(|e| refusal(&e, "the kernels that arrange weights"))?;
+    let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+    let placed = |t: &ds4_manifests::TensorEntry| {
+        let cols = size(t.shape.first().copied().unwrap_or(0));
+        let rows = t.shape.iter().skip(1).fold(1, |n: usize, d| n.saturating_mul(size(*d)));
+        let offset = offsets.get(size(t.chunk.into()))?.checked_add(t.offset)?;
+        Some(Placed { ty: t.ty, rows, cols, offset })
+    };
+    let all: Vec<Placed> = prepared.layout.placed.iter().filter_map(placed).collect();
+    device.tile_in_place(space, &all).map_err(|e| refusal(&e, "memory to arrange weights in"))?;
+    send_stage(connection, "arrange", prepared.layout.total_bytes(), start.elapsed())
 }
 
 type Allocated = (Space, Vec<OwnedFd>, Vec<u64>);

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ds4_kernels::cuda::driver::{Access, Context, CudaError, DeviceInfo, Physical, Space, Staging, device, vmm};
+use ds4_kernels::tiles;
 use ds4_manifests::{Backend, LAYOUT_GGUF, LAYOUT_TILES, TensorEntry, WeightManifest};
 
 use crate::{AttachError, Lease, Place, Tensors};
@@ -14,8 +15,8 @@ use crate::{AttachError, Lease, Place, Tensors};
 const KNOWN_LAYOUTS: [&str; 2] = [LAYOUT_GGUF, LAYOUT_TILES];
 /// Bytes that are copied back at a time when hashes are compared.
 const READ_BACK: usize = 4 << 20;
-/// Threads that hash what is copied back; the bus is full by then.
-const MAX_HASHERS: usize = 16;
+/// Threads that hash what is copied back; the bus is full by then. Of tiles a thread holds a whole chunk, twice.
+const MAX_HASHERS: [usize; 2] = [16, 6];
 
 /// A model's weights at one range of device addresses: chunk after chunk in the order of the manifest, each at the next
 /// multiple of the granularity.
@@ -113,7 +114,7 @@ impl DeviceWeights {
     pub fn verify(&self, chunks: impl IntoIterator<Item = usize>) -> Result<u64, AttachError> {
         let chunks: Vec<usize> = chunks.into_iter().filter(|k| *k < self.offsets.len()).collect();
         let next = AtomicUsize::new(0);
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_HASHERS).min(chunks.len());
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_HASHERS[usize::from(self.tiled())]).min(chunks.len());
         std::thread::scope(|scope| {
             let workers: Vec<_> = (0..threads)
                 .map(|_| {
@@ -132,20 +133,42 @@ impl DeviceWeights {
         })
     }
 
+    /// Puts the tensors of chunk `k` back into the order of the file.
+    fn untile(&self, k: usize, chunk: &mut [u8]) {
+        let own = self.manifest.tensors.iter().filter(|t| self.tiled() && usize::try_from(t.chunk) == Ok(k));
+        for t in own {
+            let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+            let cols = size(t.shape.first().copied().unwrap_or(0));
+            let rows = t.shape.iter().skip(1).fold(1, |n: usize, d| n.saturating_mul(size(*d)));
+            let bytes = chunk.get_mut(size(t.offset)..).and_then(|rest| rest.get_mut(..size(t.len)));
+            if let (true, Some(bytes)) = (tiles::is_tiled(t.ty, rows, cols), bytes) {
+                bytes.copy_from_slice(&tiles::untile(t.ty, rows, cols, bytes));
+            }
+        }
+    }
+
     fn verify_chunk(&self, k: usize) -> Result<u64, AttachError> {
         let (Some(chunk), Some(offset)) = (self.manifest.chunks.get(k), self.offsets.get(k)) else { return Ok(0) };
         let what = || format!("chunk {k} of model `{}`", self.manifest.model.name);
         let failed = |source| AttachError::Device { what: what(), source };
         let mut staging = Staging::new(&self.space, 1, READ_BACK).map_err(failed)?;
         let mut hasher = blake3::Hasher::new();
+        let mut whole = Vec::new();
         let ranges = |len: u64| {
             let step = READ_BACK as u64;
             (0..len.div_ceil(step)).map(move |i| Range { start: i * step, end: len.min((i + 1) * step) })
         };
         for range in ranges(chunk.len) {
             let n = usize::try_from(range.end - range.start).unwrap_or(READ_BACK);
-            hasher.update(staging.download(offset + range.start, n).map_err(failed)?);
+            let bytes = staging.download(offset + range.start, n).map_err(failed)?;
+            if self.tiled() {
+                whole.extend_from_slice(bytes);
+            } else {
+                hasher.update(bytes);
+            }
         }
+        self.untile(k, &mut whole);
+        hasher.update(&whole);
         if hasher.finalize() != chunk.blake3 {
             return Err(AttachError::HashMismatch {
                 model: self.manifest.model.name.clone(),

@@ -8,6 +8,8 @@ use ds4_kernels::{BatchPlan, Device, DeviceError};
 use ds4_models::Model;
 use ds4_models::speculation::{DraftRequest, MAX_DRAFTS};
 
+use crate::engine::memory_or_error;
+
 /// The drafter's side of the engine.
 pub(crate) struct Drafting<D: Device> {
     /// One for each bank of the model, of the same index.
@@ -58,7 +60,7 @@ impl<D: Device> Drafting<D> {
         ends: &dyn Fn(u32) -> bool,
     ) -> Vec<Vec<u32>> {
         let Some(drafter) = model.drafter().filter(|_| !requests.is_empty()) else { return Vec::new() };
-        drafter.draft(device, plan, requests, &mut self.banks, ends).unwrap_or_else(|e| {
+        memory_or_error(|| drafter.draft(device, plan, requests, &mut self.banks, ends)).unwrap_or_else(|e| {
             tracing::warn!(error = %e, "no guesses in this step");
             Vec::new()
         })

@@ -1,8 +1,9 @@
 //! The engine before its thread starts: a model on a device with its banks.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, mpsc};
 
-use ds4_kernels::{BatchPlan, Device};
+use ds4_kernels::{BatchPlan, Device, DeviceError};
 use ds4_models::speculation::Sequence;
 use ds4_models::{Model, ModelError};
 use tokio::sync::watch;
@@ -102,6 +103,15 @@ impl<D: Device> Engine<D> {
 
     /// Runs a plan.
     pub(crate) fn forward(&mut self, plan: &BatchPlan) -> Result<(), ModelError> {
-        self.model.forward(&self.device, plan, self.banks.banks_mut())
+        memory_or_error(|| self.model.forward(&self.device, plan, self.banks.banks_mut()))
     }
+}
+
+/// Runs a step. Operations of a device return nothing: one that finds no memory for activations unwinds with a [`DeviceError`], which
+/// becomes an error here. What the step has written is for banks that its requests give up.
+pub(crate) fn memory_or_error<T>(step: impl FnOnce() -> Result<T, ModelError>) -> Result<T, ModelError> {
+    catch_unwind(AssertUnwindSafe(step)).unwrap_or_else(|payload| match payload.downcast::<DeviceError>() {
+        Ok(e) => Err(ModelError::Device(*e)),
+        Err(other) => resume_unwind(other),
+    })
 }

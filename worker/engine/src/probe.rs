@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use ds4_kernels::{BatchPlan, Device};
+use ds4_kernels::{BatchPlan, Device, DeviceError};
+use ds4_models::ModelError;
 
 use crate::engine::Engine;
 use crate::select;
@@ -19,6 +20,9 @@ pub enum ProbeError {
     /// A step failed.
     #[error("self-test: {0}")]
     Step(String),
+    /// Memory was refused.
+    #[error("self-test: {0}")]
+    OutOfMemory(String),
     /// NaN or infinity in the logits.
     #[error(
         "self-test: {bad} of {vocab} logits are not finite; the weights are damaged or of a kind this build miscomputes"
@@ -90,14 +94,21 @@ impl<D: Device> Engine<D> {
             plan.clear();
             let at = plan.push(bank, pos, &input, true).unwrap_or(0);
             pos += input.len();
-            self.banks.commit(&self.device, bank, pos).map_err(|e| ProbeError::Step(e.to_string()))?;
-            self.forward(&plan).map_err(|e| ProbeError::Step(e.to_string()))?;
+            self.banks.commit(&self.device, bank, pos).map_err(|e| failed(e.into()))?;
+            self.forward(&plan).map_err(failed)?;
             self.device.read(self.model.logits(), at, &mut row);
             let token = judge(&row)?;
             tokens.push(token);
             input = vec![token];
         }
         Ok(tokens)
+    }
+}
+
+fn failed(e: ModelError) -> ProbeError {
+    match e {
+        ModelError::Device(DeviceError::OutOfMemory { .. }) => ProbeError::OutOfMemory(e.to_string()),
+        e => ProbeError::Step(e.to_string()),
     }
 }
 

@@ -14,6 +14,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use ds4_kernels::{BatchPlan, Device, DeviceError};
+use ds4_models::ModelError;
 use ds4_models::speculation::{DraftCounts, DraftRequest, Sequence, Verdict};
 
 use crate::active::{Active, Outcome, Phase};
@@ -312,7 +313,13 @@ impl<D: Device> Scheduler<D> {
     /// Runs the plan, draws the tokens, ends what is finished.
     fn step(&mut self) -> Result<(), String> {
         let started = Instant::now();
-        self.engine.forward(&self.plan).map_err(|e| e.to_string())?;
+        match self.engine.forward(&self.plan) {
+            Err(ModelError::Device(e @ DeviceError::OutOfMemory { .. })) => {
+                self.fail_step(&e);
+                return Ok(());
+            }
+            other => other.map_err(|e| e.to_string())?,
+        }
         let prefilled = self.keep_prompt_rows();
         add(&self.shared.stats.prefill_tokens, prefilled);
         self.send_prompt_logits();
@@ -331,6 +338,15 @@ impl<D: Device> Scheduler<D> {
         self.record_step(started.elapsed(), decoded as u64);
         self.end(ended);
         Ok(())
+    }
+
+    /// Ends the requests of a step that memory was refused to in its middle: their banks hold nothing that can be relied on.
+    /// Everybody else goes on.
+    fn fail_step(&mut self, error: &DeviceError) {
+        tracing::warn!(rows = self.plan.rows(), error = %error, "a step failed");
+        let failed = |e: &Entry<D>| (e.active, Event::Failed(EngineError::OutOfMemory(error.to_string())), false);
+        let ended = self.entries.iter().map(failed).collect();
+        self.end(ended);
     }
 
     /// Records the prompt tokens of the step; returns their number.

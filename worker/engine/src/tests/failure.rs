@@ -188,3 +188,27 @@ fn the_engine_ends_when_nobody_holds_it() {
         std::thread::sleep(Duration::from_millis(1));
     }
 }
+
+#[test]
+fn memory_refused_in_a_step_ends_its_requests_and_not_the_engine() {
+    use ds4_kernels::DeviceError;
+    let refused = || DeviceError::OutOfMemory { what: "activations", missing: 4096 };
+    // As an error, and as what an operation that returns nothing unwinds with.
+    let ways: [fn(DeviceError) -> Result<(), ModelError>; 2] =
+        [|e| Err(ModelError::Device(e)), |e| std::panic::resume_unwind(Box::new(e))];
+    for way in ways {
+        let mut steps = 0;
+        let model = MockModel::hashing().before(Box::new(move |_| {
+            steps += 1;
+            if steps == 3 { way(refused()) } else { Ok(()) }
+        }));
+        let engine = start(model, EngineConfig { max_batch: 1, ..small() });
+        let (first, second) = (request(&[1], 50), request(&[1], 50));
+        let want = hear(start(MockModel::hashing(), small()).submit(second.clone()).unwrap()).tokens;
+        let error = hear(engine.submit(first).unwrap()).error();
+        assert_eq!(error, EngineError::OutOfMemory(refused().to_string()));
+        // The bank of the failed step is not continued from.
+        assert_eq!(hear(engine.submit(second).unwrap()).tokens, want);
+        assert_eq!(engine.stats().cached_tokens, 0);
+    }
+}
