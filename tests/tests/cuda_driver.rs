@@ -1,7 +1,8 @@
 //! The driver layer's owners against the strict fake driver. libcuda is found when a process starts, so each test runs
 //! itself again with the fake in LD_LIBRARY_PATH.
 
-use ds4_kernels::cuda::driver::{Access, Context, CudaError, Driver, Physical, Space, Staging, vmm};
+use ds4_kernels::cuda::driver::{Access, Context, CudaError, Driver, Physical, Space, Staging, Stream, vmm};
+use ds4_kernels::cuda::fatal::{self, OrFatal};
 use ds4_tests::card::Card;
 
 const STEP: u64 = 2 << 20;
@@ -116,4 +117,38 @@ fn ranges_and_lengths_that_do_not_fit_are_refused() {
     assert!(space.allow(0, 3 * STEP, Access::Read).is_err());
     space.allow(STEP, 2 * STEP, Access::Read).unwrap();
     assert!(matches!(Context::new(Driver::open().unwrap(), 1), Err(CudaError::NoSuchDevice { ordinal: 1, count: 1 })));
+}
+
+#[test]
+fn a_lost_device_ends_the_process_at_once_with_its_cause_and_a_code_of_its_own() {
+    let name = "a_lost_device_ends_the_process_at_once_with_its_cause_and_a_code_of_its_own";
+    if std::env::var_os("FAKE_CUDA_TAG").is_some() {
+        let stream = Stream::new(&context()).unwrap();
+        stream.synchronize().or_fatal("the first step");
+        stream.synchronize().or_fatal("the second step");
+        panic!("it lives on");
+    }
+    let card = Card::new().with("FAKE_CUDA_FAIL", "cuStreamSynchronize:2:700");
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    let output = card.give(&mut command).args(["--exact", name, "--nocapture"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(fatal::EXIT_CODE), "{said}");
+    assert!(said.contains("fatal: the second step: cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700)"), "{said}");
+    assert!(said.contains("[cuda_device_lost]"), "{said}");
+    // Not a code that supervisors take for one that a restart cannot cure.
+    assert!(![0, 2, 4, 5].contains(&fatal::EXIT_CODE));
+    assert_eq!(card.held(), (0, 0));
+}
+
+#[test]
+fn refusals_of_memory_are_told_from_a_lost_device() {
+    let plan = "cuMemCreate:1:2,cuMemCreate:2:700";
+    if !with_card("refusals_of_memory_are_told_from_a_lost_device", &Card::new().with("FAKE_CUDA_FAIL", plan)) {
+        return;
+    }
+    let context = context();
+    let e = Physical::create(&context, STEP).unwrap_err();
+    assert!(matches!(e, CudaError::OutOfMemory { bytes: STEP, .. }) && !e.is_sticky(), "{e}");
+    let e = Physical::create(&context, STEP).unwrap_err();
+    assert!(e.is_sticky() && e.code() == "cuda_device_lost", "{e}");
 }

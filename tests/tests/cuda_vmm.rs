@@ -296,11 +296,12 @@ fn cuda_vmm_workers_that_cannot_map_the_weights_say_why() {
     assert!(code == 3 && said.contains("chunk 0 of model `smollm2-135m-instruct`"), "{code} {said}");
     let (code, said) = refused(&card.seen_with("FAKE_CUDA_FAIL", "cuMemcpyDtoHAsync_v2:2:700"));
     assert!(code == 3 && said.contains("[cuda_device_lost]"), "{code} {said}");
-    // A worker that computes on the CPU.
+    // A worker without kernels, when it is to compute: configuration, which another attempt does not cure.
     let mut command = sandbox.command("ds4-worker");
     let output = card.give(&mut command).args(["--http", "127.0.0.1:0"]).output().unwrap();
     let (code, said) = refusal(&output);
-    assert!(code == 3 && said.contains("[backend_mismatch]") && said.contains("--backend memfd"), "{code} {said}");
+    assert!(code == 2 && said.contains("[no_cuda_kernels]") && said.contains("Fake H200 (GPU-1111"), "{code} {said}");
+    assert!(said.contains("--features cuda") && said.contains("--backend memfd"), "{said}");
     // None of them left anything behind.
     assert_eq!(card.held(), (94 * MIB, 1));
 }

@@ -65,7 +65,7 @@ pub struct Flags {
     /// Most sequences that wait; more are answered with 429
     #[arg(long, env = "DS4_MAX_QUEUE", value_name = "N")]
     pub max_queue: Option<u32>,
-    /// Most prompt tokens in one step; a quarter of it while others decode
+    /// Most prompt tokens in one step; a quarter of it while others decode [default: 256, on a CUDA device 2048]
     #[arg(long, env = "DS4_PREFILL_CHUNK", value_name = "TOKENS")]
     pub prefill_chunk: Option<u32>,
     /// Most checkpoints of a sequence, where its state cannot be cut back at any token (DeepSeek V4); 0: none
@@ -161,6 +161,8 @@ pub struct Options {
     pub cuda_graphs: bool,
     pub drain_deadline: Duration,
     pub engine: EngineConfig,
+    /// What was asked for; `engine` has the CPU's default where nothing was.
+    pub prefill_chunk: Option<usize>,
     pub api: ApiConfig,
     pub log: String,
 }
@@ -178,7 +180,6 @@ fn defaults() -> Flags {
         ctx: n(engine.context),
         max_batch: n(engine.max_batch),
         max_queue: n(engine.max_queue),
-        prefill_chunk: n(engine.prefill_chunk),
         checkpoints: n(engine.checkpoints),
         checkpoint_interval: n(engine.checkpoint_interval),
         checkpoint_mib: n(engine.checkpoint_bytes >> 20),
@@ -210,18 +211,17 @@ pub fn resolve(cli: &Cli, origins: &Origins) -> Result<(Options, Layered<Flags>)
     let v = &layered.values;
     let n = |v: Option<u32>| usize::try_from(v.unwrap_or(1)).unwrap_or(usize::MAX);
     let s = |v: Option<u32>| Duration::from_secs(v.unwrap_or(0).into());
+    let prefill_chunk = v.prefill_chunk.map(|c| n(Some(c)));
     let engine = EngineConfig {
         context: n(v.ctx),
         max_batch: n(v.max_batch),
         max_queue: n(v.max_queue),
-        prefill_chunk: n(v.prefill_chunk),
-        prefill_chunk_busy: n(v.prefill_chunk).div_ceil(4),
         drafts: n(v.mtp_draft),
         checkpoints: n(v.checkpoints),
         checkpoint_interval: n(v.checkpoint_interval),
         checkpoint_bytes: n(v.checkpoint_mib) << 20,
         stall_timeout: s(v.stall_timeout),
-        ..EngineConfig::default()
+        ..EngineConfig::default().with_prefill_chunk(prefill_chunk.unwrap_or(EngineConfig::default().prefill_chunk))
     };
     let max_body = n(v.max_body_mib) << 20;
     let api = ApiConfig {
@@ -258,6 +258,7 @@ pub fn resolve(cli: &Cli, origins: &Origins) -> Result<(Options, Layered<Flags>)
         cuda_graphs: v.cuda_graphs.unwrap_or(true),
         drain_deadline: s(v.drain_deadline),
         engine,
+        prefill_chunk,
         api,
         log: v.log.clone().unwrap_or_default(),
     };

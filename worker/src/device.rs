@@ -19,6 +19,10 @@ mod with_kernels {
     use crate::config::Options;
     use crate::failure::Failure;
 
+    /// Prompt tokens of a step where nothing was asked for: enough rows for every expert of a large model to have some. Activations of
+    /// so many take about 1.2 GiB in Flash's shape.
+    const PREFILL_CHUNK: usize = 2048;
+
     /// Starts on the device that holds the weights.
     ///
     /// # Errors
@@ -30,6 +34,8 @@ mod with_kernels {
         phases: Phases,
         since: Instant,
     ) -> Result<Booted, Failure> {
+        let mut options = options.clone();
+        options.engine = options.engine.with_prefill_chunk(options.prefill_chunk.unwrap_or(PREFILL_CHUNK));
         let device = open(&claim.manifest)?;
         if !options.cuda_graphs {
             device.replay(false);
@@ -43,7 +49,7 @@ mod with_kernels {
             let DeviceAttached { weights, lease } = claim.map_device(&context)?;
             Ok(Attached { weights: Box::new(weights), lease })
         };
-        boot::start(options, claim, block, Ground { device, map, available }, phases, since)
+        boot::start(&options, claim, block, Ground { device, map, available }, phases, since)
     }
 
     /// Opens the device that the manifest names; when it is not to be seen, the first one, which refuses the weights by both names.

@@ -60,6 +60,12 @@ impl Default for EngineConfig {
 }
 
 impl EngineConfig {
+    /// The same with steps of up to `tokens` prompt tokens; of a quarter of them beside decoding requests.
+    #[must_use]
+    pub fn with_prefill_chunk(self, tokens: usize) -> Self {
+        Self { prefill_chunk: tokens, prefill_chunk_busy: tokens.div_ceil(4), ..self }
+    }
+
     /// The same settings with every value in its allowed range.
     pub(crate) fn normalised(mut self, model_context: usize) -> Self {
         self.context = self.context.clamp(2, model_context.max(2));

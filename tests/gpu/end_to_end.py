@@ -1,0 +1,279 @@
+"""What tests/gpu/run.sh runs; see there. Standard library only."""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+BIN, FIXTURES, OUT = (Path(a).resolve() for a in sys.argv[1:4])
+PARTS = sys.argv[4:] or ["device", "tiny", "small"]
+BACKEND = os.environ.get("DS4_GPU_BACKEND", "cuda-vmm")  # memfd: the script itself can be tried without a card
+PROMPTS = [
+    "The capital of France is",
+    "fn main() {",
+    "Once upon a time there was a very small model that",
+    "1, 2, 3, 4,",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. " * 8,
+]
+WORK = Path(tempfile.mkdtemp(prefix="ds4-gpu-"))
+report = {"checks": {}, "failed": []}
+
+
+def say(*what):
+    print(f"[{time.monotonic() - START:.1f} s]", *what, flush=True)
+
+
+START = time.monotonic()
+
+
+def command(*args, **kw):
+    done = subprocess.run([str(a) for a in args], capture_output=True, text=True, **kw)
+    if done.returncode != 0:
+        raise AssertionError(f"{args[0]} ended with {done.returncode}: {(done.stderr or done.stdout)[-800:]}")
+    return done.stdout
+
+
+def used():
+    """Device memory in use, MiB."""
+    if BACKEND != "cuda-vmm":
+        return 0
+    return int(command("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits").split()[0])
+
+
+class Process:
+    def __init__(self, program, *args):
+        self.log = WORK / f"{program}-{time.monotonic_ns()}.log"
+        self.args = [str(BIN / program), "--config", "/dev/null", *map(str, args)]
+        self.begun = time.monotonic()
+        self.process = subprocess.Popen(self.args, stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, word, seconds=240):
+        end = time.monotonic() + seconds
+        while word not in self.text():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise AssertionError(f"{Path(self.args[0]).name}: no {word!r}: {self.text()[-1500:]}")
+            time.sleep(0.005)
+        self.took = time.monotonic() - self.begun
+        return self
+
+    def stop(self, how=signal.SIGTERM):
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            return self.process.wait(40)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError("it does not stop: " + self.text()[-800:])
+
+
+class Served:
+    """An owner of one model in a runtime directory of its own."""
+
+    def __init__(self, model, backend, *flags):
+        self.dir = Path(tempfile.mkdtemp(prefix="r", dir=WORK))
+        self.owner = Process(
+            "ds4-weight-owner", "--runtime-dir", self.dir, "--allow-dev-models", "--backend", backend, "--model", model, *flags
+        ).wait_for("ready models")
+
+    def worker(self, *flags):
+        port = 20000 + time.monotonic_ns() // 1000 % 20000
+        self.url = f"http://127.0.0.1:{port}"
+        return Process(
+            "ds4-worker", "--runtime-dir", self.dir, "--http", f"127.0.0.1:{port}", "--ctx", 1024, "--max-batch", 16, *flags
+        ).wait_for("ready in")
+
+    def complete(self, prompt, tokens=48):
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        request = urllib.request.Request(
+            self.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                choice = json.load(answer)["choices"][0]
+        except urllib.error.HTTPError as e:
+            raise AssertionError(f"{prompt[:20]!r}: {e}: {e.read()[:300]}") from e
+        return choice["text"], (choice.get("logprobs") or {}).get("tokens") or []
+
+    def all(self):
+        return [self.complete(p) for p in PROMPTS]
+
+    def together(self):
+        out = [None] * 3 * len(PROMPTS)
+
+        def one(i):
+            out[i] = self.complete(PROMPTS[i % len(PROMPTS)])
+
+        threads = [threading.Thread(target=one, args=(i,)) for i in range(len(out))]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        return out
+
+    def stop(self):
+        self.owner.stop()
+
+
+def agreement(a, b):
+    """Tokens that are equal before the first that differs, over all prompts, and how many there are."""
+    equal = total = 0
+    for (text_a, tokens_a), (text_b, tokens_b) in zip(a, b):
+        xs, ys = (tokens_a, tokens_b) if tokens_a else (list(text_a), list(text_b))
+        same = next((i for i, (x, y) in enumerate(zip(xs, ys)) if x != y), min(len(xs), len(ys)))
+        equal, total = equal + same, total + max(len(xs), len(ys))
+    return equal, total
+
+
+def end_to_end(name, model, must_equal):
+    out = {}
+    host = Served(model, "memfd")
+    worker = host.worker()
+    want = host.all()
+    worker.stop()
+    host.stop()
+    say(name, "CPU worker answered")
+    before = used()
+    served = Served(model, BACKEND)
+    with_weights = used()
+    worker = served.worker()
+    out["ready_s"] = round(worker.took, 3)
+    out["ready_log"] = worker.text().split("ready in", 1)[1].split("\n")[0][:200]
+    status = json.loads(command(BIN / "ds4", "ctl", "--runtime-dir", served.dir, "status", "--json"))
+    out["device"] = next((w.get("device") for w in [status.get("worker") or status] if isinstance(w, dict)), None)
+    if BACKEND == "cuda-vmm":
+        assert "cuda" in json.dumps(status), status
+    got = served.all()
+    equal, total = agreement(want, got)
+    out["greedy_tokens_equal_to_cpu"] = [equal, total]
+    again = served.all()
+    assert again == got, f"{name}: the same prompts again give other tokens"
+    crowd = served.together()
+    assert all(c == got[i % len(PROMPTS)] for i, c in enumerate(crowd)), f"{name}: tokens differ in a batch of {len(crowd)}"
+    out["equal_in_a_batch_of"] = len(crowd)
+    worker.stop()
+    if BACKEND == "cuda-vmm":
+        plain = served.worker("--cuda-graphs=false")
+        assert served.all() == got, f"{name}: other tokens without graphs"
+        out["equal_without_graphs"] = True
+        plain.stop()
+    # Death in the middle of decoding, then of the owner under a worker.
+    worker = served.worker()
+    asking = threading.Thread(target=lambda: served_quietly(served))
+    asking.start()
+    time.sleep(0.3)
+    worker.stop(signal.SIGKILL)
+    asking.join()
+    time.sleep(0.5)
+    assert used() == with_weights, f"{name}: {used()} MiB used after a SIGKILL of the worker, {with_weights} before"
+    worker = served.worker()
+    assert served.all() == got, f"{name}: other tokens after a SIGKILL"
+    served.owner.stop(signal.SIGKILL)
+    assert served.all() == got, f"{name}: other tokens without the owner"
+    worker.stop()
+    time.sleep(0.5)
+    assert used() == before, f"{name}: {used()} MiB used at the end, {before} at the start"
+    out["device_mib"] = {"before": before, "with_weights": with_weights, "after": used()}
+    served = Served(model, BACKEND)
+    figures = json.loads(
+        command(BIN / "ds4-worker", "--config", "/dev/null", "--runtime-dir", served.dir, "--self-test", "--verify-weights",
+                "--self-test-cycles", 200)
+    )
+    out["attach"] = figures
+    served.stop()
+    if must_equal:
+        assert equal == total, f"{name}: {equal} of {total} greedy tokens are those of the CPU"
+    return out
+
+
+def served_quietly(served):
+    try:
+        served.complete(PROMPTS[0], 900)
+    except OSError:
+        pass
+
+
+def bench(*args):
+    return json.loads(command(BIN / "ds4", "bench", "--json", *args, "--backend", BACKEND, "--allow-dev-models"))
+
+
+def synth(shape, path):
+    begun = time.monotonic()
+    command(BIN / "ds4", "gguf", "synth", "--shape", shape, "--recipe", "q2", "-o", path)
+    return {"synth_s": round(time.monotonic() - begun, 1), "bytes": path.stat().st_size}
+
+
+def part_device():
+    path = WORK / "device.json"
+    kind = "cuda" if BACKEND == "cuda-vmm" else "cpu"
+    command(BIN / "gpu", kind, path, env={**os.environ, "DS4_FIXTURES": str(FIXTURES)})
+    return json.loads(path.read_text())
+
+
+def part_tiny():
+    models = {"tiny-v4": FIXTURES / "deepseek_v4/tiny-v4.gguf", "tiny-llama": FIXTURES / "tiny-llama/tiny-llama.gguf"}
+    return {name: end_to_end(name, path, True) for name, path in models.items()}
+
+
+def part_small():
+    path = WORK / "small.gguf"
+    out = synth("small", path)
+    out["end_to_end"] = end_to_end("small", path, False)
+    out["restart"] = bench("restart", "--model", path, "--cycles", "20")
+    return out
+
+
+def part_full():
+    mount = WORK / "m"
+    mount.mkdir()
+    command("mount", "-t", "tmpfs", "-o", "size=112G,huge=always", "tmpfs", mount)
+    try:
+        path = mount / "full.gguf"
+        out = synth("full", path)
+        say("synthesised", out)
+        report["checks"]["full"] = out
+        for name, args in {
+            "throughput_2k": ["throughput", "--ctx", "4096", "--prefill", "2048", "--decode", "128", "--streams", "1,4,16", "--repeats", "2"],
+            "throughput_8k": ["throughput", "--ctx", "10240", "--prefill", "8192", "--decode", "64", "--streams", "1", "--repeats", "1"],
+            "restart": ["restart", "--cycles", os.environ.get("DS4_GPU_CYCLES", "10")],
+        }.items():
+            out[name] = bench(*args, "--model", path)
+            say(name, json.dumps(out[name])[:600])
+            save()
+        return out
+    finally:
+        command("umount", mount)
+
+
+def save():
+    OUT.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main():
+    if BACKEND == "cuda-vmm":
+        gpu = command("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader").strip()
+        report["conditions"] = {"gpu": gpu, "cpus": os.cpu_count(), "kernel": platform.release()}
+    for part in PARTS:
+        begun = time.monotonic()
+        try:
+            report["checks"][part] = globals()["part_" + part]()
+            say(part, "passed")
+        except Exception as e:  # every part is tried, and says what was wrong
+            report["failed"].append({part: f"{type(e).__name__}: {e}"})
+            say(part, "FAILED", e)
+        report.setdefault("seconds", {})[part] = round(time.monotonic() - begun, 1)
+        save()
+    shutil.rmtree(WORK, ignore_errors=True)
+    return 1 if report["failed"] else 0
+
+
+sys.exit(main())
