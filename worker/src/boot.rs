@@ -104,7 +104,14 @@ pub fn boot(options: &Options) -> Result<Booted, Failure> {
                 Ok(Attached { weights: Box::new(weights), lease })
             };
             let available = |_: &CpuDevice| ds4_os::memory::available();
-            start(options, claim, block, Ground { device: CpuDevice::new(options.threads), map, available }, phases, since)
+            start(
+                options,
+                claim,
+                block,
+                Ground { device: CpuDevice::new(options.threads), map, available },
+                phases,
+                since,
+            )
         }
         Backend::CudaVmm { .. } => device::start(options, claim, block, phases, since),
     }

@@ -68,7 +68,11 @@ mod with_kernels {
         let (free, total) = context.memory().ok()?;
         let info = context.device();
         let machine = ds4_os::memory::available().filter(|m| info.integrated && m.bytes < free);
-        Some(machine.unwrap_or_else(|| Available { bytes: free, source: format!("the driver of {}", info.name), total }))
+        Some(machine.unwrap_or_else(|| Available {
+            bytes: free,
+            source: format!("the driver of {}", info.name),
+            total,
+        }))
     }
 }
 
@@ -88,13 +92,7 @@ mod without_kernels {
     ///
     /// # Errors
     /// Always.
-    pub fn start(
-        _: &Options,
-        claim: Claim,
-        _: Option<Claim>,
-        _: Phases,
-        _: Instant,
-    ) -> Result<Booted, Failure> {
+    pub fn start(_: &Options, claim: Claim, _: Option<Claim>, _: Phases, _: Instant) -> Result<Booted, Failure> {
         let model = &claim.manifest.model.name;
         let device = match &claim.manifest.backend {
             Backend::CudaVmm { device, device_name, .. } => format!("{device_name} ({})", uuid_text(device)),

@@ -26,7 +26,10 @@ impl Growable {
                 let new = match Memory::new(context, len) {
                     Err(CudaError::OutOfMemory { .. }) => {
                         // No hook shall print a backtrace: whoever runs the step expects this.
-                        std::panic::resume_unwind(Box::new(DeviceError::OutOfMemory { what: "activations", missing: len }))
+                        std::panic::resume_unwind(Box::new(DeviceError::OutOfMemory {
+                            what: "activations",
+                            missing: len,
+                        }))
                     }
                     other => other.or_fatal("activations"),
                 };

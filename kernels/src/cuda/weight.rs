@@ -8,8 +8,8 @@ use super::device::CudaDevice;
 use super::driver::KernelArg;
 use super::driver::{CudaError, Memory, Space, vmm::DevicePtr};
 use super::kernels::{File, dim, int};
-use super::step::StepArg;
 use super::quantized::{SUPERBLOCK, TiledArg};
+use super::step::StepArg;
 use crate::device::{DeviceError, DeviceTensor, TensorSource};
 use crate::{quant, tiles};
 
@@ -194,7 +194,14 @@ fn f32_copy(device: &CudaDevice, name: &str, ty: GgmlType, elems: usize, bytes: 
 }
 
 /// As [`f32_copy`], of a tensor in tiles: the kernel that embeds tokens, given all of them.
-fn f32_of_tiles(device: &CudaDevice, name: &str, ty: GgmlType, rows: usize, cols: usize, tiles: &TiledArg) -> Result<Memory, DeviceError> {
+fn f32_of_tiles(
+    device: &CudaDevice,
+    name: &str,
+    ty: GgmlType,
+    rows: usize,
+    cols: usize,
+    tiles: &TiledArg,
+) -> Result<Memory, DeviceError> {
     let ids: Vec<u8> = (0..int(rows)).flat_map(i32::to_le_bytes).collect();
     let ids = copy(device, name, &ids)?;
     let out = Memory::new(device.context(), rows * cols * 4).map_err(|e| refusal(name, &e))?;

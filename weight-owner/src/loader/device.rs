@@ -120,7 +120,8 @@ fn tile(
 ) -> Result<(), Stop> {
     use ds4_kernels::cuda::{CudaDevice, Placed};
     let start = Instant::now();
-    let device = CudaDevice::open(context.device().ordinal).map_err(|e| refusal(&e, "the kernels that arrange weights"))?;
+    let device =
+        CudaDevice::open(context.device().ordinal).map_err(|e| refusal(&e, "the kernels that arrange weights"))?;
     let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
     let placed = |t: &ds4_manifests::TensorEntry| {
         let cols = size(t.shape.first().copied().unwrap_or(0));

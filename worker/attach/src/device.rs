@@ -114,7 +114,10 @@ impl DeviceWeights {
     pub fn verify(&self, chunks: impl IntoIterator<Item = usize>) -> Result<u64, AttachError> {
         let chunks: Vec<usize> = chunks.into_iter().filter(|k| *k < self.offsets.len()).collect();
         let next = AtomicUsize::new(0);
-        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_HASHERS[usize::from(self.tiled())]).min(chunks.len());
+        let threads = std::thread::available_parallelism()
+            .map_or(1, usize::from)
+            .min(MAX_HASHERS[usize::from(self.tiled())])
+            .min(chunks.len());
         std::thread::scope(|scope| {
             let workers: Vec<_> = (0..threads)
                 .map(|_| {

@@ -62,7 +62,8 @@ impl<'a, D: Device> Binder<'a, D> {
             return Err(ModelError::Bind(format!("tensor {name} has shape {:?}, not {shape:?}", entry.shape)));
         }
         let place = self.weights.place(entry);
-        let place = place.ok_or_else(|| ModelError::Bind(format!("tensor {name} lies outside chunk {}", entry.chunk)))?;
+        let place =
+            place.ok_or_else(|| ModelError::Bind(format!("tensor {name} lies outside chunk {}", entry.chunk)))?;
         let (cols, rows) = (shape[0], shape[1..].iter().product::<usize>());
         let want = entry.ty.row_bytes(cols as u64).and_then(|b| b.checked_mul(rows as u64));
         if want != Some(entry.len) {
@@ -91,7 +92,8 @@ impl<'a, D: Device> Binder<'a, D> {
             None => Ok(()),
             Some(t) => Err(ModelError::Bind(format!(
                 "tensor {} is not one that family {} computes with",
-                t.name, self.weights.manifest().model.family
+                t.name,
+                self.weights.manifest().model.family
             ))),
         }
     }

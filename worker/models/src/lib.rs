@@ -76,7 +76,10 @@ pub trait Model<D: Device>: Send {
 ///
 /// # Errors
 /// [`ModelError`] for a family that this build does not have, or when something does not fit it.
-pub fn build<D: HyperOps + MoeOps + SparseOps>(device: &D, weights: &dyn Tensors) -> Result<Box<dyn Model<D>>, ModelError> {
+pub fn build<D: HyperOps + MoeOps + SparseOps>(
+    device: &D,
+    weights: &dyn Tensors,
+) -> Result<Box<dyn Model<D>>, ModelError> {
     match weights.manifest().model.family.as_str() {
         "llama" => Ok(Box::new(llama::Llama::build(device, weights)?)),
         "deepseek4" => Ok(Box::new(deepseek_v4::DeepseekV4::build(device, weights, KvNumerics::Official)?)),

@@ -52,7 +52,16 @@ impl Context {
         let mut raw = null_mut();
         // SAFETY: the pointer is valid for the call; the device is the driver's own.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut raw, device) })?;
-        let context = Self { inner: Arc::new(Inner { raw, device, info, driver, queues: Mutex::default(), watching: AtomicBool::new(false) }) };
+        let context = Self {
+            inner: Arc::new(Inner {
+                raw,
+                device,
+                info,
+                driver,
+                queues: Mutex::default(),
+                watching: AtomicBool::new(false),
+            }),
+        };
         context.bind()?;
         Ok(context)
     }

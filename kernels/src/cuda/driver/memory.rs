@@ -84,9 +84,7 @@ impl Stream {
         };
         self.ready()?;
         // SAFETY: the caller's promise.
-        check("cuMemcpyHtoDAsync_v2", unsafe {
-            sys::cuMemcpyHtoDAsync_v2(to, source.as_ptr().cast(), len, self.raw())
-        })
+        check("cuMemcpyHtoDAsync_v2", unsafe { sys::cuMemcpyHtoDAsync_v2(to, source.as_ptr().cast(), len, self.raw()) })
     }
 
     /// Copies device memory at `from` into `out` and waits until that is done.

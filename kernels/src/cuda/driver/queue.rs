@@ -74,12 +74,27 @@ impl Work {
                 Node::Launch { function, grid, block, shared, first, count } => {
                     params.clear();
                     let offsets = self.offsets.get(first..first + count).unwrap_or_default();
-                    params.extend(offsets.iter().filter_map(|at| self.words.get(*at)).map(|w| std::ptr::from_ref(w).cast_mut().cast()));
+                    params.extend(
+                        offsets
+                            .iter()
+                            .filter_map(|at| self.words.get(*at))
+                            .map(|w| std::ptr::from_ref(w).cast_mut().cast()),
+                    );
                     // SAFETY: function and arguments were checked against each other by `Stream::launch`, which copied the arguments;
                     // what they point to is its caller's promise. The driver only reads them.
                     check("cuLaunchKernel", unsafe {
                         sys::cuLaunchKernel(
-                            function, grid[0], grid[1], grid[2], block[0], block[1], block[2], shared, stream, params.as_mut_ptr(), null_mut(),
+                            function,
+                            grid[0],
+                            grid[1],
+                            grid[2],
+                            block[0],
+                            block[1],
+                            block[2],
+                            shared,
+                            stream,
+                            params.as_mut_ptr(),
+                            null_mut(),
                         )
                     })?;
                 }
@@ -206,7 +221,9 @@ impl Queue {
         }
         let state = &mut *state;
         let hash = state.work.hash();
-        if let Some((_, graph)) = state.graphs.get_mut(&hash).and_then(|all| all.iter_mut().find(|(w, _)| *w == state.work)) {
+        if let Some((_, graph)) =
+            state.graphs.get_mut(&hash).and_then(|all| all.iter_mut().find(|(w, _)| *w == state.work))
+        {
             self.replayed.fetch_add(n as u64, Ordering::Relaxed);
             state.work.clear();
             // SAFETY: its memory is what the same launches would have used.
@@ -292,7 +309,14 @@ mod tests {
     #[test]
     fn works_are_equal_when_every_byte_is() {
         let work = |arg: u64, shared: u32| Work {
-            nodes: vec![Node::Launch { function: null_mut(), grid: [1; 3], block: [32, 1, 1], shared, first: 0, count: 1 }],
+            nodes: vec![Node::Launch {
+                function: null_mut(),
+                grid: [1; 3],
+                block: [32, 1, 1],
+                shared,
+                first: 0,
+                count: 1,
+            }],
             offsets: vec![0],
             words: vec![arg],
         };
