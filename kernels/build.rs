@@ -93,7 +93,12 @@ fn modified(path: &Path) -> Option<SystemTime> {
 
 fn newest_header(dir: &Path) -> Option<SystemTime> {
     let entries = std::fs::read_dir(dir).ok()?;
-    entries.flatten().map(|e| e.path()).filter(|p| p.extension().is_none_or(|x| x != "cu")).filter_map(|p| modified(&p)).max()
+    entries
+        .flatten()
+        .map(|e| e.path())
+        .filter(|p| p.extension().is_none_or(|x| x != "cu"))
+        .filter_map(|p| modified(&p))
+        .max()
 }
 
 fn write_if_new(path: &Path, text: &str) -> Result<(), String> {

@@ -41,6 +41,13 @@ __device__ __forceinline__ void mixing_weights(float* m, const float* scale, con
     if (mine) m[2 * n + lane] = v;
 }
 
+// 1/x to the last bit or two: the exact function is a subroutine, and forty of them follow each other.
+__device__ __forceinline__ float reciprocal(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return __fmaf_rn(r, __fmaf_rn(-x, r, 1.0f), r);
+}
+
 // As above for four streams, a thread alone: sixteen numbers in registers, reciprocals of the sums.
 __device__ __forceinline__ void mixing_weights_4(float* m, const float* scale, const float* base, int iterations, float eps) {
     for (int i = 0; i < 8; i++) {
@@ -68,14 +75,14 @@ __device__ __forceinline__ void mixing_weights_4(float* m, const float* scale, c
         if (it > 0) {
 #pragma unroll
             for (int r = 0; r < 4; r++) {
-                const float f = __frcp_rn((v[r][0] + v[r][1]) + (v[r][2] + v[r][3]) + eps);
+                const float f = reciprocal((v[r][0] + v[r][1]) + (v[r][2] + v[r][3]) + eps);
 #pragma unroll
                 for (int c = 0; c < 4; c++) v[r][c] *= f;
             }
         }
 #pragma unroll
         for (int c = 0; c < 4; c++) {
-            const float f = __frcp_rn((v[0][c] + v[1][c]) + (v[2][c] + v[3][c]) + eps);
+            const float f = reciprocal((v[0][c] + v[1][c]) + (v[2][c] + v[3][c]) + eps);
 #pragma unroll
             for (int r = 0; r < 4; r++) v[r][c] *= f;
         }

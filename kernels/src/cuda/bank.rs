@@ -256,7 +256,8 @@ impl CudaBank {
         if !checkpoint.copy.is_empty() {
             #[allow(unsafe_code, reason = "a copy on the device")]
             // SAFETY: both are `fixed` bytes, the bank's committed since it has tokens.
-            unsafe { device.stream().copy(self.base, checkpoint.copy.start(), checkpoint.copy.len()) }.or_fatal("rewind");
+            unsafe { device.stream().copy(self.base, checkpoint.copy.start(), checkpoint.copy.len()) }
+                .or_fatal("rewind");
         }
     }
 
@@ -335,7 +336,9 @@ mod tests {
     #[test]
     fn runs_follow_the_blocks() {
         let ty = StateType::F32;
-        let spec = StateSpec { slots: vec![StateKind::Append { width: 4, ty }, StateKind::Pooled { width: 4, ty, tokens: 3 }] };
+        let spec = StateSpec {
+            slots: vec![StateKind::Append { width: 4, ty }, StateKind::Pooled { width: 4, ty, tokens: 3 }],
+        };
         let layout = Layout::new(&spec, 64).expect("a layout");
         let per = usize::try_from(layout.slot(0).rows_per_block).unwrap();
         assert_eq!(per % 3, 0, "whole rows of every slot in a block");

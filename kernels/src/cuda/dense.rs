@@ -62,7 +62,15 @@ pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, w: &CudaWeight, groups: usi
 }
 
 /// As [`matmul`], from and to addresses: `rows` rows, `stride` floats apart.
-pub(super) fn product(d: &CudaDevice, w: &CudaWeight, groups: usize, from: DevicePtr, rows: usize, stride: usize, to: DevicePtr) {
+pub(super) fn product(
+    d: &CudaDevice,
+    w: &CudaWeight,
+    groups: usize,
+    from: DevicePtr,
+    rows: usize,
+    stride: usize,
+    to: DevicePtr,
+) {
     let rank = w.rows / groups;
     // Whole 16-byte loads of weights and activations.
     let float = w.ty.block_elems() == 1 && w.cols.is_multiple_of(8) && stride.is_multiple_of(8);

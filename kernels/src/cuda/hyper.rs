@@ -23,7 +23,14 @@ fn grid(rows: usize, width: usize) -> [u32; 3] {
 impl CudaDevice {
     /// `x` (and, unless it is the head's, the mixing weights to `mix`) from the state: the mixer's product with the state as it is, then
     /// one kernel that divides by the RMS and does the rest.
-    fn mixer(&self, p: &HyperParams, w: &HyperWeights<CudaWeight>, state: &CudaBuffer, mix: DevicePtr, x: &mut CudaBuffer) {
+    fn mixer(
+        &self,
+        p: &HyperParams,
+        w: &HyperWeights<CudaWeight>,
+        state: &CudaBuffer,
+        mix: DevicePtr,
+        x: &mut CudaBuffer,
+    ) {
         let (n, rows, width, outputs) = (p.streams, state.rows(), state.width(), w.mixer.rows);
         assert!(n <= MAX_STREAMS, "{n} streams; {MAX_STREAMS} at most");
         assert_eq!(w.mixer.cols, width, "{}: streams of another width", w.mixer.name);
@@ -41,7 +48,8 @@ impl CudaDevice {
             self.launch(File::Hyper, "hyper_squares", [dim(rows), 1, 1], BLOCK, 0, &[&from, &all, &sums]);
         }
         let parts = x.width().div_ceil(256) + usize::from(outputs > n);
-        let args = (w.scale.vector(), w.base.vector(), int(n), int(outputs), int(p.iterations), int(x.width()), x.start());
+        let args =
+            (w.scale.vector(), w.base.vector(), int(n), int(outputs), int(p.iterations), int(x.width()), x.start());
         let all: [&dyn KernelArg; 13] = [
             &raw, &sums, &args.0, &args.1, &args.2, &args.3, &args.4, &p.eps, &p.rms_eps, &from, &args.5, &mix, &args.6,
         ];

@@ -73,7 +73,16 @@ impl Kernels {
     /// Addresses among `args` must be of memory that lives until the kernel has run and is as large as the kernel's reference asks:
     /// all callers are in this module and take them from buffers, weights, banks and steps, whose memory is freed only after the
     /// device has been waited for.
-    pub(super) fn launch(&self, stream: &Stream, file: File, name: &str, grid: [u32; 3], block: [u32; 3], shared: usize, args: &[&dyn KernelArg]) {
+    pub(super) fn launch(
+        &self,
+        stream: &Stream,
+        file: File,
+        name: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared: usize,
+        args: &[&dyn KernelArg],
+    ) {
         let function = self.function(file, name);
         let shared = u32::try_from(shared).unwrap_or(u32::MAX);
         #[allow(unsafe_code, reason = "a kernel launch")]
@@ -98,4 +107,25 @@ pub(super) fn dim(n: usize) -> u32 {
 /// Threads for a block that strides over `width` elements: whole warps, at most `most`.
 pub(super) fn threads(width: usize, most: u32) -> u32 {
     dim(width.next_multiple_of(32)).clamp(32, most)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_file_of_kernels_is_an_aligned_fatbin() {
+        // A fatbin begins with this number.
+        for file in File::ALL {
+            let image = file.image();
+            assert_eq!(image.get(..4), Some(&[0x50, 0xed, 0x55, 0xba][..]), "{file:?}");
+            assert_eq!(image.as_ptr().addr() % 16, 0, "{file:?}: alignment");
+        }
+    }
+
+    #[test]
+    fn a_machine_without_a_driver_or_that_device_says_so() {
+        let error = crate::cuda::CudaDevice::open(9999).expect_err("there is no such device").to_string();
+        assert!(error.contains("9999") || error.contains("driver"), "{error}");
+    }
 }

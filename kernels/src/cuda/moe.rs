@@ -83,7 +83,8 @@ impl MoeOps for CudaDevice {
         let parts = s.parts.at_least(self.context(), assignments.max(16) * hidden * 4);
         let ids = routing.ids.start();
         let listed = [&experts.gate, &experts.up, &experts.down].iter().any(|w| w.is_tiled());
-        let rows_of = listed.then(|| quantized::Rows::Listed(quantized::group(self, &mut s.groups, ids, assignments, experts.count)));
+        let rows_of = listed
+            .then(|| quantized::Rows::Listed(quantized::group(self, &mut s.groups, ids, assignments, experts.count)));
         let exact = |w: &CudaWeight, outputs: usize, from: DevicePtr, per_row: usize, to: DevicePtr| {
             let args = (w.start(), w.row_bytes as i64, int(w.cols), int(outputs), int(per_row));
             let all: [&dyn KernelArg; 8] = [&args.0, &args.1, &args.2, &args.3, &ids, &from, &args.4, &to];

@@ -130,7 +130,12 @@ pub(super) fn quantize(d: &CudaDevice, to: &mut Activations, w: &CudaWeight, x: 
     let total = rows * superblocks;
     let room = rows.max(16) * superblocks;
     let at = |g: &mut Growable, bytes: usize| g.at_least(d.context(), room * bytes);
-    let acts = ActsArg { q: at(&mut to.q, 512), m: at(&mut to.m, 64), sums: at(&mut to.sums, 32), scale: at(&mut to.scale, 4) };
+    let acts = ActsArg {
+        q: at(&mut to.q, 512),
+        m: at(&mut to.m, 64),
+        sums: at(&mut to.sums, 32),
+        scale: at(&mut to.scale, 4),
+    };
     let args = (order(w.ty), total as i64);
     let all: [&dyn KernelArg; 7] = [&x, &args.0, &args.1, &acts.q, &acts.m, &acts.sums, &acts.scale];
     d.launch(File::Quantized, "quantize_rows", [dim(total.div_ceil(8)), 1, 1], [256, 1, 1], 0, &all);
@@ -158,7 +163,15 @@ pub(super) fn group(d: &CudaDevice, to: &mut Groups, ids: DevicePtr, assignments
 
 /// `out = x · wᵀ` for one or two weights of one type and shape; `outputs` rows each matrix. `per_row`: outputs of a listed row share
 /// input row `output / per_row`.
-pub(super) fn product(d: &CudaDevice, w: &[&CudaWeight], x: &ActsArg, rows: Rows, per_row: usize, outputs: usize, out: &[DevicePtr]) {
+pub(super) fn product(
+    d: &CudaDevice,
+    w: &[&CudaWeight],
+    x: &ActsArg,
+    rows: Rows,
+    per_row: usize,
+    outputs: usize,
+    out: &[DevicePtr],
+) {
     let Some(first) = w.first() else { return };
     let Some(shape) = tile_shape(first.ty) else { panic!("{}: {} has no tiles", first.name, first.ty) };
     assert!(outputs.is_multiple_of(TILE), "{}: matrices of {outputs} rows are not whole tiles of {TILE}", first.name);
@@ -171,7 +184,12 @@ pub(super) fn product(d: &CudaDevice, w: &[&CudaWeight], x: &ActsArg, rows: Rows
         pad: 0,
     };
     for (i, (w, o)) in w.iter().zip(out).enumerate() {
-        assert!(w.ty == first.ty && w.cols == first.cols && w.rows == first.rows, "{}: no pair of {}", w.name, first.name);
+        assert!(
+            w.ty == first.ty && w.cols == first.cols && w.rows == first.rows,
+            "{}: no pair of {}",
+            w.name,
+            first.name
+        );
         (pair.w[i], pair.out[i]) = (w.tiles(), *o);
     }
     let (items, most, wide) = match rows {
@@ -181,7 +199,8 @@ pub(super) fn product(d: &CudaDevice, w: &[&CudaWeight], x: &ActsArg, rows: Rows
             (ItemsArg { matrices: int(matrices), rows: int(rows), ..ItemsArg::default() }, most, wide)
         }
         Rows::Listed(l) => {
-            let items = ItemsArg { list: l.list, count: l.count, order: l.order, per_row: int(per_row), ..ItemsArg::default() };
+            let items =
+                ItemsArg { list: l.list, count: l.count, order: l.order, per_row: int(per_row), ..ItemsArg::default() };
             (items, l.most, l.wide)
         }
     };

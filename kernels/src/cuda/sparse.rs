@@ -13,8 +13,8 @@ use super::quantized;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::kernel_args;
-use crate::state::StateType;
 use crate::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
+use crate::state::StateType;
 
 /// Keys per piece, and heads per block (`PIECE`, `HEADS` in sparse.cu).
 const PIECE: usize = 32;
@@ -51,11 +51,14 @@ impl CudaSelection {
             unsafe { d.stream().download(from, &mut bytes) }.or_fatal("reading a selection");
             bytes.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect()
         };
-        let (selected, counts) = (read(self.selected.start(), self.rows * self.top_k), read(self.counts.start(), self.rows));
+        let (selected, counts) =
+            (read(self.selected.start(), self.rows * self.top_k), read(self.counts.start(), self.rows));
         let rows = counts.iter().enumerate();
         rows.map(|(r, count)| {
             let count = usize::try_from(*count).ok()?;
-            Some(selected[r * self.top_k..][..count].iter().map(|k| usize::try_from(*k).unwrap_or(usize::MAX)).collect())
+            Some(
+                selected[r * self.top_k..][..count].iter().map(|k| usize::try_from(*k).unwrap_or(usize::MAX)).collect(),
+            )
         })
         .collect()
     }
@@ -246,7 +249,10 @@ impl SparseOps for CudaDevice {
         let ring = step.layout().slot(p.ring_slot);
         let compressed = p.compressed.map(|(slot, _)| step.layout().slot(slot));
         let check = |s: &SlotArg| assert_eq!(usize::try_from(s.width), Ok(p.head_dim), "state rows of another width");
-        let fp4 = [Some(p.ring_slot), p.compressed.map(|c| c.0)].into_iter().flatten().any(|s| step.layout().kind(s).ty() == StateType::Fp4);
+        let fp4 = [Some(p.ring_slot), p.compressed.map(|c| c.0)]
+            .into_iter()
+            .flatten()
+            .any(|s| step.layout().kind(s).ty() == StateType::Fp4);
         assert!(!fp4, "attention over FP4 rows");
         check(&ring);
         compressed.iter().for_each(check);
