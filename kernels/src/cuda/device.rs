@@ -87,7 +87,15 @@ impl CudaDevice {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn launch(&self, file: File, name: &str, grid: [u32; 3], block: [u32; 3], shared: usize, args: &[&dyn KernelArg]) {
+    pub(super) fn launch(
+        &self,
+        file: File,
+        name: &str,
+        grid: [u32; 3],
+        block: [u32; 3],
+        shared: usize,
+        args: &[&dyn KernelArg],
+    ) {
         self.kernels.launch(&self.stream, file, name, grid, block, shared, args);
     }
 }
@@ -210,7 +218,8 @@ impl Device for CudaDevice {
         let mut bytes = vec![0u8; x.width() * 4];
         #[allow(unsafe_code, reason = "a copy from the device")]
         // SAFETY: the row exists.
-        unsafe { self.stream.download(x.start() + (row * x.width() * 4) as u64, &mut bytes) }.or_fatal("reading results");
+        unsafe { self.stream.download(x.start() + (row * x.width() * 4) as u64, &mut bytes) }
+            .or_fatal("reading results");
         out.clear();
         out.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
     }

@@ -113,7 +113,7 @@ fn tiles_at(ty: GgmlType, rows: usize, cols: usize, start: DevicePtr) -> Option<
 fn repack(device: &CudaDevice, ty: GgmlType, rows: usize, cols: usize, from: DevicePtr, tiles: &TiledArg) {
     let superblocks = cols / SUPERBLOCK;
     let threads = rows * superblocks * 4;
-    let args = (from, rows as i64, int(superblocks));
+    let args = (from, i64::from(int(rows)), int(superblocks));
     let all: [&dyn KernelArg; 6] = [&args.0, &args.1, &args.2, &tiles.qs, &tiles.side, &tiles.side2];
     device.launch(File::Quantized, &format!("repack_{ty}"), [dim(threads.div_ceil(256)), 1, 1], [256, 1, 1], 0, &all);
 }

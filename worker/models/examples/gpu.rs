@@ -18,8 +18,8 @@ use ds4_kernels::{BatchPlan, CpuDevice, Device, StateSpec, TensorSource};
 use ds4_manifests::GgmlType;
 use ds4_models::Model;
 use ds4_models::deepseek_v4::DeepseekV4;
-use serde_json::{Value, json};
 use ds4_os::SharedBytes;
+use serde_json::{Value, json};
 use support::{argmax, errors, fixture, floats, starter_path, tokens};
 
 /// The bound of `tests/deepseek_v4.rs`.
@@ -130,7 +130,8 @@ fn v4_agrees<D: Full>(d: &D, name: &str) -> Value {
     for chunk in [1, 3, 64, 128] {
         assert!(m.all_logits(&ids, chunk) == whole, "{name}: chunks of {chunk} give other bits");
     }
-    let greedy: Vec<u32> = case["greedy"].as_array().unwrap().iter().map(|g| u32::try_from(g[0].as_u64().unwrap()).unwrap()).collect();
+    let greedy: Vec<u32> =
+        case["greedy"].as_array().unwrap().iter().map(|g| u32::try_from(g[0].as_u64().unwrap()).unwrap()).collect();
     assert_eq!(m.decode_greedy(whole.last().unwrap().clone(), greedy.len()), greedy, "{name}: greedy");
     json!({"worst_relative_error": error, "bound": BOUND, "greedy_tokens_equal": greedy.len(), "bit_equal_chunks": [1, 3, 64, 128]})
 }
@@ -296,7 +297,11 @@ fn experts<D: Full>(d: &D, gate: GgmlType, down: GgmlType) -> Value {
     let mut worst = 0.0f64;
     let bytes = [(gate, count * ff, hidden), (gate, count * ff, hidden), (down, count * hidden, ff)];
     let bytes = bytes.map(|(ty, rows, cols)| rng.weights(ty, rows, cols));
-    fn all<D: Device>(d: &D, b: &[Vec<u8>; 3], (gate, down, count, hidden, ff): (GgmlType, GgmlType, usize, usize, usize)) -> Experts<D::Weight> {
+    fn all<D: Device>(
+        d: &D,
+        b: &[Vec<u8>; 3],
+        (gate, down, count, hidden, ff): (GgmlType, GgmlType, usize, usize, usize),
+    ) -> Experts<D::Weight> {
         Experts {
             gate: bind(d, gate, count * ff, hidden, &b[0]),
             up: bind(d, gate, count * ff, hidden, &b[1]),
@@ -318,7 +323,14 @@ fn experts<D: Full>(d: &D, gate: GgmlType, down: GgmlType) -> Value {
             x[hidden..2 * hidden].copy_from_slice(&first[..hidden]);
             logits[count..2 * count].copy_from_slice(&first[hidden..hidden + count]);
         }
-        fn one<D: MoeOps>(d: &D, e: &Experts<D::Weight>, p: &RouterParams, x: &[f32], logits: &[f32], rows: usize) -> Vec<f32> {
+        fn one<D: MoeOps>(
+            d: &D,
+            e: &Experts<D::Weight>,
+            p: &RouterParams,
+            x: &[f32],
+            logits: &[f32],
+            rows: usize,
+        ) -> Vec<f32> {
             let mut routing = D::Routing::default();
             let (hidden, count) = (x.len() / rows, e.count);
             d.route_learned(p, &upload(d, count, logits), None, &mut routing);
@@ -382,7 +394,8 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
         let (passed, facts) = match result {
             Ok(facts) => (true, facts),
             Err(e) => {
-                let text = e.downcast_ref::<String>().cloned().or_else(|| e.downcast_ref::<&str>().map(|s| (*s).to_owned()));
+                let text =
+                    e.downcast_ref::<String>().cloned().or_else(|| e.downcast_ref::<&str>().map(|s| (*s).to_owned()));
                 (false, json!({"error": text.unwrap_or_default().chars().take(600).collect::<String>()}))
             }
         };

@@ -185,10 +185,14 @@ fn flash(layers: u64) -> Weights {
                     }));
                 } else if ty == GgmlType::F32 {
                     let norm = suffix.ends_with("norm.weight") || suffix.contains("scale");
-                    host.extend((0..elems).flat_map(|_| (if norm { 1.0 } else { 0.0 } + 0.1 * rng.unit()).to_le_bytes()));
+                    host.extend(
+                        (0..elems).flat_map(|_| (if norm { 1.0 } else { 0.0 } + 0.1 * rng.unit()).to_le_bytes()),
+                    );
                 } else if ty == GgmlType::F16 {
                     let size = 1.0 / (t.shape[0] as f32).sqrt();
-                    let some: Vec<u8> = (0..elems.min(1 << 22)).flat_map(|_| half::f16::from_f32(rng.unit() * size).to_le_bytes()).collect();
+                    let some: Vec<u8> = (0..elems.min(1 << 22))
+                        .flat_map(|_| half::f16::from_f32(rng.unit() * size).to_le_bytes())
+                        .collect();
                     host.extend(some.iter().copied().cycle().take(elems * 2));
                 } else {
                     host.extend(blocks(&mut rng, ty, elems));
@@ -203,7 +207,13 @@ fn flash(layers: u64) -> Weights {
     drop(found);
     metadata.set("deepseek4.block_count", Value::U64(layers));
     let chunk = SharedBytes::new(Arc::new(host));
-    let identity = ModelIdentity { family: "deepseek4".into(), artifact: "random".into(), name: "random".into(), content: [0; 32], known: false };
+    let identity = ModelIdentity {
+        family: "deepseek4".into(),
+        artifact: "random".into(),
+        name: "random".into(),
+        content: [0; 32],
+        known: false,
+    };
     Weights {
         manifest: WeightManifest {
             model: identity,
@@ -220,12 +230,20 @@ fn flash(layers: u64) -> Weights {
 fn model(d: &CudaDevice, layers: u64, prefill: bool) {
     let start = Instant::now();
     let weights = flash(layers);
-    println!("host bytes {:.1} GB, made in {:.1} s", weights.chunks[0].len() as f64 / 1e9, start.elapsed().as_secs_f64());
+    println!(
+        "host bytes {:.1} GB, made in {:.1} s",
+        weights.chunks[0].len() as f64 / 1e9,
+        start.elapsed().as_secs_f64()
+    );
     let start = Instant::now();
     let mut model = DeepseekV4::build(d, &weights, KvNumerics::Official).unwrap();
     d.synchronize().unwrap();
     let (free, total) = d.context().memory().unwrap();
-    println!("bound in {:.1} s, {:.1} GB of device memory used", start.elapsed().as_secs_f64(), (total - free) as f64 / 1e9);
+    println!(
+        "bound in {:.1} s, {:.1} GB of device memory used",
+        start.elapsed().as_secs_f64(),
+        (total - free) as f64 / 1e9
+    );
     let mut rng = Random::new(4);
     let mut token = || u32::try_from(rng.below(120_000)).unwrap();
     let context = 70_000;
@@ -246,7 +264,11 @@ fn model(d: &CudaDevice, layers: u64, prefill: bool) {
         }
         d.read(model.logits(), 0, &mut row);
         let s = start.elapsed().as_secs_f64();
-        println!("prefill {from}..{until} in chunks of {chunk}: {:.0} tok/s; finite logits: {}", (until - from) as f64 / s, row.iter().all(|v| v.is_finite()));
+        println!(
+            "prefill {from}..{until} in chunks of {chunk}: {:.0} tok/s; finite logits: {}",
+            (until - from) as f64 / s,
+            row.iter().all(|v| v.is_finite())
+        );
     }
     for (banks_used, at) in [(1usize, 2048usize), (1, 8192), (4, 2048), (16, 2048)] {
         // Rows that no step wrote hold whatever memory had; timing does not depend on it.
