@@ -158,10 +158,12 @@ pub struct Options {
     pub verify: bool,
     pub owner_wait: Duration,
     pub threads: usize,
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "of use on CUDA devices only"))]
     pub cuda_graphs: bool,
     pub drain_deadline: Duration,
     pub engine: EngineConfig,
     /// What was asked for; `engine` has the CPU's default where nothing was.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "of use on CUDA devices only"))]
     pub prefill_chunk: Option<usize>,
     pub api: ApiConfig,
     pub log: String,

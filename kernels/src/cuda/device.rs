@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::bank::{CudaBank, CudaCheckpoint};
 use super::buffer::{CudaBuffer, Growable};
-use super::driver::{Context, CudaError, Driver, KernelArg, Stream};
+use super::driver::{Context, CudaError, Driver, KernelArg, Pinned, Stream};
 use super::fatal::OrFatal;
 use super::kernels::{File, Kernels};
 use super::step::{Arenas, CudaStep};
@@ -24,6 +24,8 @@ pub(super) struct Scratch {
     pub(super) partial: Growable,
     /// Indexer scores.
     pub(super) scores: Growable,
+    /// Where results are copied to.
+    host: Option<Pinned>,
     /// Expert activations.
     pub(super) gate: Growable,
     pub(super) up: Growable,
@@ -215,11 +217,17 @@ impl Device for CudaDevice {
 
     fn read(&self, x: &CudaBuffer, row: usize, out: &mut Vec<f32>) {
         assert!(row < x.rows(), "row {row} of {}", x.rows());
-        let mut bytes = vec![0u8; x.width() * 4];
+        let len = x.width() * 4;
+        let mut scratch = self.scratch();
+        // Page-locked and kept: into fresh memory, a row of 129,280 logits costs the driver a copy and the kernel its pages.
+        let host = match scratch.host.take().filter(|host| host.len() >= len) {
+            Some(host) => scratch.host.insert(host),
+            None => scratch.host.insert(Pinned::new(&self.context, len).or_fatal("a buffer for results")),
+        };
+        let bytes = &mut host[..len];
         #[allow(unsafe_code, reason = "a copy from the device")]
         // SAFETY: the row exists.
-        unsafe { self.stream.download(x.start() + (row * x.width() * 4) as u64, &mut bytes) }
-            .or_fatal("reading results");
+        unsafe { self.stream.download(x.start() + (row * len) as u64, bytes) }.or_fatal("reading results");
         out.clear();
         out.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
     }
