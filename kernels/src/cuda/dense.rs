@@ -3,7 +3,7 @@
 use super::buffer::CudaBuffer;
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
-use super::kernels::{File, dim, int, threads};
+use super::kernels::{File, dim, int, long, threads};
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::device::{Attention, Rope, RopeKind};
@@ -41,7 +41,7 @@ pub(super) fn embed(d: &CudaDevice, step: &CudaStep, table: &CudaWeight, out: &m
         return d.launch(File::Quantized, &name, [dim(step.rows), 1, 1], BLOCK, 0, &all);
     }
     let name = format!("embed_{}", table.ty);
-    let args = (table.start(), table.row_bytes as i64, int(table.cols), out.start());
+    let args = (table.start(), long(table.row_bytes), int(table.cols), out.start());
     d.launch(File::Matmul, &name, [dim(step.rows), 1, 1], BLOCK, 0, &[&step.arg, &args.0, &args.1, &args.2, &args.3]);
 }
 
@@ -83,7 +83,7 @@ pub(super) fn product(
         (format!("matmul_{}", w.ty), OUTPUTS, [32, dim(OUTPUTS), 1])
     };
     let grid = [dim(w.rows.div_ceil(per_block)), dim(rows.div_ceil(at_once)), 1];
-    let (start, row_bytes, cols, outputs) = (w.start(), w.row_bytes as i64, int(w.cols), int(w.rows));
+    let (start, row_bytes, cols, outputs) = (w.start(), long(w.row_bytes), int(w.cols), int(w.rows));
     let (rank, stride, rows) = (int(rank), int(stride), int(rows));
     let all: [&dyn KernelArg; 9] = [&start, &row_bytes, &cols, &outputs, &rank, &from, &stride, &rows, &to];
     d.launch(File::Matmul, &name, grid, block, 0, &all);
@@ -165,14 +165,14 @@ pub(super) fn swiglu(d: &CudaDevice, gate: &CudaBuffer, up: &CudaBuffer, clamp: 
     assert!(gate.width() == up.width() && gate.rows() == up.rows() && out.width() == gate.width(), "swiglu shape");
     out.resize(gate.rows());
     let n = gate.rows() * gate.width();
-    let args = (gate.start(), up.start(), out.start(), n as i64);
+    let args = (gate.start(), up.start(), out.start(), long(n));
     d.launch(File::Elementwise, "swiglu", blocks(n), BLOCK, 0, &[&args.0, &args.1, &clamp, &args.2, &args.3]);
 }
 
 pub(super) fn add(d: &CudaDevice, x: &mut CudaBuffer, y: &CudaBuffer) {
     assert!(x.width() == y.width() && x.rows() == y.rows(), "add shape");
     let n = x.rows() * x.width();
-    let args = (x.start(), y.start(), n as i64);
+    let args = (x.start(), y.start(), long(n));
     d.launch(File::Elementwise, "add", blocks(n), BLOCK, 0, &[&args.0, &args.1, &args.2]);
 }
 

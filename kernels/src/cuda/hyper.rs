@@ -5,7 +5,7 @@ use super::dense::{BLOCK, blocks, product};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
 use super::fatal::OrFatal;
-use super::kernels::{File, dim, int};
+use super::kernels::{File, dim, int, long};
 use super::weight::CudaWeight;
 use crate::ops::{HyperOps, HyperParams, HyperWeights};
 
@@ -115,7 +115,7 @@ impl HyperOps for CudaDevice {
     fn hyper_join(&self, streams: usize, x: &CudaBuffer, state: &mut CudaBuffer) {
         assert!(state.width() == streams * x.width() && x.rows() == state.rows() * streams, "streams of another shape");
         let n = state.rows() * state.width();
-        let args = (state.start(), x.start(), n as i64);
+        let args = (state.start(), x.start(), long(n));
         self.launch(File::Elementwise, "add", blocks(n), BLOCK, 0, &[&args.0, &args.1, &args.2]);
     }
 }

@@ -73,6 +73,7 @@ impl Kernels {
     /// Addresses among `args` must be of memory that lives until the kernel has run and is as large as the kernel's reference asks:
     /// all callers are in this module and take them from buffers, weights, banks and steps, whose memory is freed only after the
     /// device has been waited for.
+    #[allow(clippy::too_many_arguments, reason = "a launch has this many parts")]
     pub(super) fn launch(
         &self,
         stream: &Stream,
@@ -97,6 +98,14 @@ impl Kernels {
 /// When it is 2³¹ or more: no dimension of a tensor is.
 pub(super) fn int(n: usize) -> i32 {
     i32::try_from(n).unwrap_or_else(|_| panic!("{n} is too large for a kernel's dimension"))
+}
+
+/// A size of memory, or a number of elements, as kernels take it.
+///
+/// # Panics
+/// When it is 2⁶³ or more.
+pub(super) fn long(n: usize) -> i64 {
+    i64::try_from(n).unwrap_or_else(|_| panic!("{n} is too large for a kernel"))
 }
 
 /// A number of blocks or threads.

@@ -4,7 +4,7 @@ use super::buffer::{CudaBuffer, Growable};
 use super::dense::{BLOCK, blocks, rows_of, swiglu};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
-use super::kernels::{File, dim, int};
+use super::kernels::{File, dim, int, long};
 use super::quantized;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
@@ -86,7 +86,7 @@ impl MoeOps for CudaDevice {
         let rows_of = listed
             .then(|| quantized::Rows::Listed(quantized::group(self, &mut s.groups, ids, assignments, experts.count)));
         let exact = |w: &CudaWeight, outputs: usize, from: DevicePtr, per_row: usize, to: DevicePtr| {
-            let args = (w.start(), w.row_bytes as i64, int(w.cols), int(outputs), int(per_row));
+            let args = (w.start(), long(w.row_bytes), int(w.cols), int(outputs), int(per_row));
             let all: [&dyn KernelArg; 8] = [&args.0, &args.1, &args.2, &args.3, &ids, &from, &args.4, &to];
             let grid = [dim(outputs.div_ceil(4)), dim(assignments), 1];
             self.launch(File::Matmul, &format!("expert_matmul_{}", w.ty), grid, [32, 4, 1], 0, &all);
@@ -110,7 +110,7 @@ impl MoeOps for CudaDevice {
             }
         }
         let n = assignments * ff;
-        let args = (routing.weights.start(), int(ff), n as i64);
+        let args = (routing.weights.start(), int(ff), long(n));
         let all: [&dyn KernelArg; 7] = [&gate, &up, &clamp, &args.0, &args.1, &gate, &args.2];
         self.launch(File::Elementwise, "swiglu_weighted", blocks(n), BLOCK, 0, &all);
         match rows_of.filter(|_| experts.down.is_tiled()) {

@@ -3,7 +3,7 @@
 use super::buffer::{CudaBuffer, Growable};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
-use super::kernels::{File, dim, int};
+use super::kernels::{File, dim, int, long};
 use super::weight::CudaWeight;
 use crate::kernel_args;
 use ds4_manifests::GgmlType;
@@ -136,7 +136,7 @@ pub(super) fn quantize(d: &CudaDevice, to: &mut Activations, w: &CudaWeight, x: 
         sums: at(&mut to.sums, 32),
         scale: at(&mut to.scale, 4),
     };
-    let args = (order(w.ty), total as i64);
+    let args = (order(w.ty), long(total));
     let all: [&dyn KernelArg; 7] = [&x, &args.0, &args.1, &acts.q, &acts.m, &acts.sums, &acts.scale];
     d.launch(File::Quantized, "quantize_rows", [dim(total.div_ceil(8)), 1, 1], [256, 1, 1], 0, &all);
     acts

@@ -8,7 +8,7 @@ use super::dense::{BLOCK, MANY_ROWS, blocks, matmul, per_lane, rows_of};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, Memory};
 use super::fatal::OrFatal;
-use super::kernels::{File, dim, int, threads};
+use super::kernels::{File, dim, int, long, threads};
 use super::quantized;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
@@ -137,7 +137,7 @@ impl SparseOps for CudaDevice {
         }
         let heads = x.width() / head_dim;
         let total = n * heads;
-        let args = (int(head_dim), int(heads), i32::from(inverse), x.start(), total as i64);
+        let args = (int(head_dim), int(heads), i32::from(inverse), x.start(), long(total));
         let all: [&dyn KernelArg; 7] = [&at, &pairs, &args.0, &args.1, &args.2, &args.3, &args.4];
         self.launch(File::Elementwise, "rope_tail", blocks(total), BLOCK, 0, &all);
     }

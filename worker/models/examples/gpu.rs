@@ -361,9 +361,12 @@ fn experts<D: Full>(d: &D, gate: GgmlType, down: GgmlType) -> Value {
     json!({"worst_over_rms": worst, "bound": 1e-2})
 }
 
+/// A check, which panics or tells what it saw.
+type Check<D> = Box<dyn Fn(&D) -> Value>;
+
 fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool {
     println!("{}", d.describe());
-    let mut checks: Vec<(String, Box<dyn Fn(&D) -> Value>)> = vec![(
+    let mut checks: Vec<(String, Check<D>)> = vec![(
         "conformance".into(),
         Box::new(move |d| {
             conformance::run(d, Bounds { activation });
