@@ -241,7 +241,7 @@ struct Sparse {
     const int* counts;     // [rows]; -1: all visible rows
 };
 
-constexpr int PIECE = 32;
+constexpr int PIECE = 40;  // 640 keys (the window and 512 selected) of 64 heads are 128 blocks: one each for 132 multiprocessors
 constexpr int TILE = 8;
 constexpr int HEADS = 8;  // as many as keys of a tile: each of the block's warps fetches one key and computes one head
 

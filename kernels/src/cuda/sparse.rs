@@ -17,7 +17,7 @@ use crate::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
 use crate::state::StateType;
 
 /// Keys per piece, and heads per block (`PIECE`, `HEADS` in sparse.cu).
-const PIECE: usize = 32;
+const PIECE: usize = 40;
 const HEADS: usize = 8;
 /// Indexer keys per block (index_scores in sparse.cu).
 const INDEX_KEYS: usize = 64;
