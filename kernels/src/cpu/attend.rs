@@ -9,6 +9,7 @@ use crate::cpu::elementwise::exp;
 use crate::cpu::float;
 use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N, array};
+use crate::cpu::matmul::grow;
 
 /// Vectors of a row that are summed at a time, for [`HEADS`] heads: 16 registers.
 const STRIP: usize = 4;
@@ -119,8 +120,8 @@ fn attend_impl<L: Lanes>(
 ) {
     let heads = sinks.len();
     let panels = index.len().div_ceil(N);
-    scores.resize(heads * panels, [0.0; N]);
-    part.resize(heads, [0.0; N]);
+    let scores = grow(scores, heads * panels, [0.0; N]);
+    let part = grow(part, heads, [0.0; N]);
     for (i, keys) in index.chunks(N).enumerate() {
         float::dots_at_impl::<L>(q, rows, dim, keys, part);
         for h in 0..heads {
