@@ -52,6 +52,8 @@ fn mix<L: Lanes, const H: usize, const V: usize>(
     out: &mut [f32],
 ) {
     let mut acc = [[L::splat(0.0); V]; H];
+    // Of the list's length, so that the loop has no bounds of theirs left to check.
+    let p = array!(H, &p[0][..index.len()], |h| &p[h][..index.len()]);
     for (k, row) in index.iter().enumerate() {
         let at = *row as usize * dim + N * d;
         let row = &rows[at..at + N * V];
