@@ -176,7 +176,6 @@ fn deepseek_v4_reasoning_is_told_from_the_answer() {
     assert_eq!(said["usage"]["completion_tokens_details"]["reasoning_tokens"], 0, "{said}");
     assert!(said["choices"][0]["message"].get("reasoning_content").is_none(), "{said}");
     for (field, value, shown) in [
-        ("reasoning_effort", json!("max"), "393216"),
         ("reasoning_effort", json!("huge"), "huge"),
         ("tool_choice", json!("required"), "tools"),
         ("response_format", json!({"type": "yaml"}), "yaml"),

@@ -77,8 +77,8 @@ pub struct Flags {
     /// Most memory of all checkpoints
     #[arg(long, env = "DS4_CHECKPOINT_MIB", value_name = "MIB")]
     pub checkpoint_mib: Option<u32>,
-    /// Name of the owner's prediction block (MTP) that belongs to the model: it guesses tokens ahead for requests of
-    /// temperature 0, and never changes an answer
+    /// Name of the owner's prediction block (MTP) that belongs to the model: it guesses tokens ahead at temperature 0 and in
+    /// the syntax of tool calls, and never changes an answer
     #[arg(long, env = "DS4_MTP", value_name = "NAME")]
     pub mtp: Option<String>,
     /// Most tokens guessed ahead in a step, 1 to 16

@@ -37,8 +37,8 @@ pub struct ServeArgs {
     /// GGUF file to serve, or its first shard (repeatable) [default: the starter model of `ds4 pull`]
     #[arg(long, value_name = "FILE")]
     model: Vec<PathBuf>,
-    /// Prediction block (MTP) of the model, a GGUF file: it guesses tokens ahead for requests of temperature 0, and never
-    /// changes an answer
+    /// Prediction block (MTP) of the model, a GGUF file: it guesses tokens ahead at temperature 0 and in the syntax of tool
+    /// calls, and never changes an answer
     #[arg(long, value_name = "FILE", requires = "model")]
     mtp: Option<PathBuf>,
     /// Most tokens that it guesses ahead in a step, 1 to 16

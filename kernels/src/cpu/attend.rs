@@ -9,6 +9,7 @@ use crate::cpu::elementwise::exp;
 use crate::cpu::float;
 use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N, array};
+use crate::cpu::matmul::grow;
 
 /// Vectors of a row that are summed at a time, for [`HEADS`] heads: 16 registers.
 const STRIP: usize = 4;
@@ -51,6 +52,8 @@ fn mix<L: Lanes, const H: usize, const V: usize>(
     out: &mut [f32],
 ) {
     let mut acc = [[L::splat(0.0); V]; H];
+    // Of the list's length, so that the loop has no bounds of theirs left to check.
+    let p = array!(H, &p[0][..index.len()], |h| &p[h][..index.len()]);
     for (k, row) in index.iter().enumerate() {
         let at = *row as usize * dim + N * d;
         let row = &rows[at..at + N * V];
@@ -119,8 +122,8 @@ fn attend_impl<L: Lanes>(
 ) {
     let heads = sinks.len();
     let panels = index.len().div_ceil(N);
-    scores.resize(heads * panels, [0.0; N]);
-    part.resize(heads, [0.0; N]);
+    let scores = grow(scores, heads * panels, [0.0; N]);
+    let part = grow(part, heads, [0.0; N]);
     for (i, keys) in index.chunks(N).enumerate() {
         float::dots_at_impl::<L>(q, rows, dim, keys, part);
         for h in 0..heads {

@@ -5,7 +5,7 @@ use crate::cpu::elementwise;
 use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N};
 use crate::cpu::state_rows;
-use crate::cpu::{CpuBuffer, CpuDevice, CpuStep};
+use crate::cpu::{CpuBuffer, CpuDevice, CpuStep, CpuWeight};
 use crate::math::lowp;
 use crate::ops::{Compressor, KvNumerics};
 
@@ -99,6 +99,33 @@ fn round(c: &Compressor<'_, CpuDevice>, row: &mut [f32]) {
     }
 }
 
+/// Position biases of those places in a window that a step has tokens for: a decode step has one of up to 128.
+struct Biases {
+    rows: Vec<f32>,
+    /// First element of each place's row; `usize::MAX` for the others.
+    at: Vec<usize>,
+    width: usize,
+}
+
+impl Biases {
+    fn new(ape: &CpuWeight, ratio: usize, width: usize, positions: &[usize]) -> Self {
+        let (mut rows, mut at) = (Vec::new(), vec![usize::MAX; ratio]);
+        for pos in positions {
+            let at = &mut at[pos % ratio];
+            if *at == usize::MAX {
+                *at = rows.len();
+                rows.resize(*at + width, 0.0);
+                ape.row(pos % ratio, &mut rows[*at..]);
+            }
+        }
+        Self { rows, at, width }
+    }
+
+    fn of(&self, place: usize) -> &[f32] {
+        &self.rows[self.at[place]..self.at[place] + self.width]
+    }
+}
+
 /// Where the tokens of one span come from.
 struct Source<'a> {
     span: &'a SpanView,
@@ -107,8 +134,7 @@ struct Source<'a> {
     width: usize,
     values: &'a CpuBuffer,
     scores: &'a CpuBuffer,
-    /// `[ratio, width]`; rows of positions that the step does not have are zero.
-    ape: &'a [f32],
+    biases: &'a Biases,
     /// As wide as a row: the bias of scores that have theirs.
     zero: &'a [f32],
 }
@@ -120,7 +146,7 @@ impl Source<'_> {
         let (width, channels) = (self.width, first..first + dim);
         if pos >= self.span.first_pos {
             let row = self.span.first_row + pos - self.span.first_pos;
-            let bias = &self.ape[pos % ratio * width..(pos % ratio + 1) * width];
+            let bias = self.biases.of(pos % ratio);
             return Candidate {
                 values: &self.values.row(row)[channels.clone()],
                 scores: &self.scores.row(row)[channels.clone()],
@@ -147,13 +173,7 @@ pub(crate) fn compress(
     assert!(values.width() == width && scores.width() == width, "compressor projections of another width");
     assert!(step.distinct_banks(), "two spans of one bank in a step of a model with recurrent state");
     let isa = device.isa();
-    let mut ape = vec![0.0; ratio * width];
-    let mut known = vec![false; ratio];
-    for pos in step.positions() {
-        if !std::mem::replace(&mut known[pos % ratio], true) {
-            c.ape.row(pos % ratio, &mut ape[pos % ratio * width..(pos % ratio + 1) * width]);
-        }
-    }
+    let biases = Biases::new(c.ape, ratio, width, step.positions());
     let zero = vec![0.0; width];
     let windows: Vec<(&SpanView, usize)> = step
         .spans
@@ -168,7 +188,7 @@ pub(crate) fn compress(
             let bank = &step.banks[span.bank];
             let frontier = state_rows::fixed_read(bank, c.frontier_slot);
             let frontier = frontier.split_at(frontier.len() / 2);
-            let source = Source { span, frontier, width, values, scores, ape: &ape, zero: &zero };
+            let source = Source { span, frontier, width, values, scores, biases: &biases, zero: &zero };
             let first = window * ratio;
             let mut candidates = Vec::with_capacity(2 * ratio);
             if c.overlap && *window > 0 {
@@ -195,7 +215,7 @@ pub(crate) fn compress(
         let from = (end / ratio).saturating_sub(1) * ratio;
         for pos in from.max(span.first_pos)..end {
             let (at, j) = (span.first_row + pos - span.first_pos, pos % ratio);
-            frontier.put(own + j, values.row(at), scores.row(at), &ape[j * width..(j + 1) * width]);
+            frontier.put(own + j, values.row(at), scores.row(at), biases.of(j));
             if c.overlap && j + 1 == ratio {
                 let n = ratio * width;
                 frontier.values.copy_within(n.., 0);

@@ -51,7 +51,7 @@ pub(crate) fn product_pair(
     for (p, panel) in panels.iter().enumerate() {
         product(isa, panel, quants, meta, part);
         for (out, part) in out.iter_mut().zip(part.iter()) {
-            out[p * N..(p + 1) * N].copy_from_slice(part);
+            out.as_chunks_mut::<N>().0[p] = *part;
         }
     }
 }

@@ -13,9 +13,13 @@ use crate::cpu::lanes::{Lanes, N, array};
 
 /// Rows of plain floats in some storage.
 trait Rows: Copy {
-    /// Elements `16 k .. 16 k + 16` of row `row`.
-    fn load<L: Lanes>(&self, row: usize, k: usize) -> L;
-    /// The elements of row `row` from `16 k` on, fewer than 16, padded with zeros.
+    /// Sixteen elements as they are stored.
+    type Chunk;
+    /// The whole chunks of row `row`.
+    fn chunks(&self, row: usize) -> &[Self::Chunk];
+    /// A chunk as f32.
+    fn widen<L: Lanes>(chunk: &Self::Chunk) -> L;
+    /// The elements of row `row` after `k` chunks, fewer than 16, padded with zeros.
     fn tail<L: Lanes>(&self, row: usize, k: usize) -> L;
 }
 
@@ -26,10 +30,14 @@ macro_rules! stored {
         struct $name<'a>(&'a [&'a [u8]]);
 
         impl Rows for $name<'_> {
+            type Chunk = [u8; $bytes * N];
             #[inline(always)]
-            fn load<L: Lanes>(&self, row: usize, k: usize) -> L {
-                let bytes: &[u8; $bytes * N] = self.0[row][$bytes * N * k..].first_chunk().expect("16 elements");
-                $load(bytes)
+            fn chunks(&self, row: usize) -> &[Self::Chunk] {
+                self.0[row].as_chunks().0
+            }
+            #[inline(always)]
+            fn widen<L: Lanes>(chunk: &Self::Chunk) -> L {
+                $load(chunk)
             }
             #[inline(always)]
             fn tail<L: Lanes>(&self, row: usize, k: usize) -> L {
@@ -51,22 +59,26 @@ stored!(F32Rows, 4, L::load_bytes);
 stored!(F16Rows, 2, halves);
 stored!(Bf16Rows, 2, L::load_bf16);
 
-/// Rows of f32, `stride` apart.
+/// Rows of f32 of one width, one after the other.
 #[derive(Clone, Copy)]
 struct Plain<'a> {
     data: &'a [f32],
-    stride: usize,
     width: usize,
 }
 
 impl Rows for Plain<'_> {
+    type Chunk = [f32; N];
     #[inline(always)]
-    fn load<L: Lanes>(&self, row: usize, k: usize) -> L {
-        L::load(self.data[row * self.stride + N * k..].first_chunk().expect("16 elements"))
+    fn chunks(&self, row: usize) -> &[[f32; N]] {
+        self.data[row * self.width..(row + 1) * self.width].as_chunks().0
+    }
+    #[inline(always)]
+    fn widen<L: Lanes>(chunk: &[f32; N]) -> L {
+        L::load(chunk)
     }
     #[inline(always)]
     fn tail<L: Lanes>(&self, row: usize, k: usize) -> L {
-        let rest = &self.data[row * self.stride + N * k..row * self.stride + self.width];
+        let rest = &self.data[row * self.width + N * k..(row + 1) * self.width];
         let mut x = [0.0; N];
         x[..rest.len()].copy_from_slice(rest);
         L::load(&x)
@@ -84,17 +96,20 @@ fn block<L: Lanes, W: Rows, const R: usize, const C: usize>(
 ) {
     let mut all = [[L::splat(0.0); N]; R];
     let full = x.width / N;
+    // Slices of one length, so that the loop has no bounds left to check: with checks it was half as fast.
+    let rows = array!(R, &x.chunks(first)[..full], |r| &x.chunks(first + r)[..full]);
     let mut o = 0;
     while o < count {
         // Outputs past the last are computed as the last one again, and dropped.
         let index = array!(C, 0, |i| (o + i).min(count - 1));
+        let weights = array!(C, &w.chunks(0)[..full], |i| &w.chunks(index[i])[..full]);
         let mut acc = [[L::splat(0.0); C]; R];
         for k in 0..full {
-            let weights = array!(C, L::splat(0.0), |i| w.load::<L>(index[i], k));
+            let v = array!(C, L::splat(0.0), |i| W::widen::<L>(&weights[i][k]));
             for r in 0..R {
-                let v = x.load::<L>(first + r, k);
+                let x = L::load(&rows[r][k]);
                 for c in 0..C {
-                    acc[r][c] = v.fma(weights[c], acc[r][c]);
+                    acc[r][c] = x.fma(v[c], acc[r][c]);
                 }
             }
         }
@@ -147,7 +162,7 @@ fn all_rows<L: Lanes, W: Rows>(x: Plain<'_>, w: W, count: usize, out: &mut [[f32
 
 #[inline(always)]
 fn product_impl<L: Lanes>(ty: GgmlType, rows: &[&[u8]], cols: usize, x: &[f32], out: &mut [[f32; N]]) {
-    let plain = Plain { data: x, stride: cols, width: cols };
+    let plain = Plain { data: x, width: cols };
     match ty {
         GgmlType::F32 => all_rows::<L, _>(plain, F32Rows(rows), rows.len(), out),
         GgmlType::F16 => all_rows::<L, _>(plain, F16Rows(rows), rows.len(), out),
@@ -171,9 +186,15 @@ struct Picked<'a> {
 }
 
 impl Rows for Picked<'_> {
+    type Chunk = [f32; N];
     #[inline(always)]
-    fn load<L: Lanes>(&self, row: usize, k: usize) -> L {
-        L::load(self.data[self.index[row] as usize * self.width + N * k..].first_chunk().expect("16 elements"))
+    fn chunks(&self, row: usize) -> &[[f32; N]] {
+        let at = self.index[row] as usize * self.width;
+        self.data[at..at + self.width].as_chunks().0
+    }
+    #[inline(always)]
+    fn widen<L: Lanes>(chunk: &[f32; N]) -> L {
+        L::load(chunk)
     }
     #[inline(always)]
     fn tail<L: Lanes>(&self, row: usize, k: usize) -> L {
@@ -188,14 +209,14 @@ impl Rows for Picked<'_> {
 /// `out[r][k] = x[r] · rows[index[k]]` for the `out.len()` rows of `x` and up to 16 indices, all `dim` wide.
 #[inline(always)]
 pub(crate) fn dots_at_impl<L: Lanes>(x: &[f32], rows: &[f32], dim: usize, index: &[u32], out: &mut [[f32; N]]) {
-    let x = Plain { data: x, stride: dim, width: dim };
+    let x = Plain { data: x, width: dim };
     all_rows::<L, _>(x, Picked { data: rows, index, width: dim }, index.len(), out);
 }
 
 /// `out[r][k] = x[r] · rows[k]` for the `out.len()` rows of `x` and `count` (up to 16) of `rows`, all `dim` wide.
 #[inline(always)]
 pub(crate) fn dots_impl<L: Lanes>(x: &[f32], rows: &[f32], dim: usize, count: usize, out: &mut [[f32; N]]) {
-    let plain = |data| Plain { data, stride: dim, width: dim };
+    let plain = |data| Plain { data, width: dim };
     all_rows::<L, _>(plain(x), plain(rows), count, out);
 }
 

@@ -10,6 +10,7 @@ use crate::cpu::float;
 use crate::cpu::index_fp4::{self, Query};
 use crate::cpu::isa::{Isa, multiversion};
 use crate::cpu::lanes::{Lanes, N};
+use crate::cpu::matmul::grow;
 use crate::cpu::raw::RawRows;
 use crate::cpu::{CpuBuffer, state_rows};
 use crate::ops::Indexer;
@@ -44,7 +45,7 @@ fn score_impl<L: Lanes>(
     part: &mut Vec<[f32; N]>,
     out: &mut [f32; N],
 ) {
-    part.resize(weights.len(), [0.0; N]);
+    let part = grow(part, weights.len(), [0.0; N]);
     float::dots_impl::<L>(q, keys, dim, count, part);
     let zero = L::splat(0.0);
     let mut total = zero;

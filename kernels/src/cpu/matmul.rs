@@ -30,12 +30,33 @@ const PARALLEL_ROWS: usize = 8;
 /// Outputs per item.
 pub(crate) const STRIP: usize = PAIR;
 
-/// Outputs per item of a float weight: one row's products with [`float::product`] take eight at a time, and narrow float weights
-/// (a mixer of hyper-connections has 24 outputs) must still be enough items for all threads.
-const FLOAT_STRIP: usize = 8;
+/// Outputs per item of `w` with `rows` activation rows. Float weights with few outputs (a mixer of hyper-connections has 24) must be
+/// enough items for all threads.
+fn strip_of(w: &CpuWeight, rows: usize) -> usize {
+    if !is_float(w.ty) || w.rows > 4 * STRIP {
+        STRIP
+    } else if rows < PARALLEL_ROWS {
+        N / 2
+    } else {
+        N
+    }
+}
 
-fn strip_of(w: &CpuWeight) -> usize {
-    if is_float(w.ty) { FLOAT_STRIP } else { STRIP }
+/// Makes room for `n` elements. Memory that is there keeps what it holds: clearing it each time was felt.
+pub(crate) fn grow<T: Copy>(v: &mut Vec<T>, n: usize, zero: T) -> &mut [T] {
+    if v.len() < n {
+        v.resize(n, zero);
+    }
+    &mut v[..n]
+}
+
+/// Writes as many of a strip's products as `to` has room for. Whole strips are copied in registers; a call for each 128 bytes was 4 % of
+/// a prefill.
+pub(crate) fn put(to: &mut [f32], products: &[f32; STRIP]) {
+    match to.first_chunk_mut() {
+        Some(whole) => *whole = *products,
+        None => to.copy_from_slice(&products[..to.len()]),
+    }
 }
 
 /// A thread's unpacked panels and their products.
@@ -82,24 +103,21 @@ impl Inputs<'_> {
             *r = &bytes[(first + i) * w.row_bytes..(first + i + 1) * w.row_bytes];
         }
         let weight_rows = &weight_rows[..outputs];
-        s.out.resize(rows.len(), [0.0; STRIP]);
+        let out = grow(&mut s.out, rows.len(), [0.0; STRIP]);
         let at = rows.start * self.quants.blocks;
         if !is_float(w.ty) && outputs > N && rows.len() > 1 {
             for (panel, rows) in s.panels.iter_mut().zip(weight_rows.chunks(N)) {
                 panel.unpack(isa, w.ty, rows, w.cols);
             }
             let (quants, meta) = (&self.quants.quants[at..], &self.quants.meta[at..]);
-            dot::product_pair(isa, &s.panels, quants, meta, &mut s.part, &mut s.out);
+            dot::product_pair(isa, &s.panels, quants, meta, &mut s.part, out);
             return;
         }
-        s.part.resize(rows.len(), [0.0; N]);
+        let parts = grow(&mut s.part, rows.len(), [0.0; N]);
         for (p, weight_rows) in weight_rows.chunks(N).enumerate() {
             // One row needs no second copy.
-            let part = if let [out] = &mut s.out[..] {
-                std::slice::from_mut(&mut out.as_chunks_mut::<N>().0[p])
-            } else {
-                &mut s.part[..]
-            };
+            let part =
+                if let [out] = out { std::slice::from_mut(&mut out.as_chunks_mut::<N>().0[p]) } else { &mut *parts };
             if is_float(w.ty) {
                 let x = &self.floats[rows.start * self.cols..rows.end * self.cols];
                 float::product(isa, w.ty, weight_rows, w.cols, x, part);
@@ -108,8 +126,8 @@ impl Inputs<'_> {
                 dot::product(isa, &s.panels[0], &self.quants.quants[at..], &self.quants.meta[at..], part);
             }
             if rows.len() > 1 {
-                for (out, part) in s.out.iter_mut().zip(&s.part) {
-                    out[p * N..(p + 1) * N].copy_from_slice(part);
+                for (out, part) in out.iter_mut().zip(&*parts) {
+                    out.as_chunks_mut::<N>().0[p] = *part;
                 }
             }
         }
@@ -130,7 +148,7 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
         assert_eq!(w.cols, x.width(), "{}: activations of another width", w.name);
         assert_eq!(w.rows, out.width(), "{}: output of another width", w.name);
         out.resize(rows);
-        strips += w.rows.div_ceil(strip_of(w));
+        strips += w.rows.div_ceil(strip_of(w, rows));
         ends.push(strips);
         targets.push((*w, RawRows::new(out.data_mut(), w.rows)));
     }
@@ -146,13 +164,13 @@ pub(crate) fn matmul(device: &CpuDevice, x: &CpuBuffer, group: &mut [(&CpuWeight
                 let (block, strip) = (item / strips, item % strips);
                 let g = ends.partition_point(|end| *end <= strip);
                 let (w, out) = &targets[g];
-                let first = (strip - if g == 0 { 0 } else { ends[g - 1] }) * strip_of(w);
-                let outputs = strip_of(w).min(w.rows - first);
+                let first = (strip - if g == 0 { 0 } else { ends[g - 1] }) * strip_of(w, rows);
+                let outputs = strip_of(w, rows).min(w.rows - first);
                 let block = block * ROW_BLOCK..rows.min((block + 1) * ROW_BLOCK);
                 inputs.strip(device.isa, s, w, first, outputs, block.clone());
                 for (r, o) in block.zip(&s.out) {
                     // SAFETY: this item alone has these rows of this strip.
-                    unsafe { out.part(r, first, outputs) }.copy_from_slice(&o[..outputs]);
+                    put(unsafe { out.part(r, first, outputs) }, o);
                 }
             }
         });
@@ -188,7 +206,7 @@ pub(crate) fn grouped(device: &CpuDevice, x: &CpuBuffer, w: &CpuWeight, groups: 
                 inputs.strip(device.isa, s, w, first, outputs, g * rows + block.start..g * rows + block.end);
                 for (r, o) in block.zip(&s.out) {
                     // SAFETY: this item alone has these rows of this strip.
-                    unsafe { target.part(r, first, outputs) }.copy_from_slice(&o[..outputs]);
+                    put(unsafe { target.part(r, first, outputs) }, o);
                 }
             }
         });

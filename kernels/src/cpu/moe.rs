@@ -12,7 +12,7 @@ use crate::cpu::elementwise;
 use crate::cpu::hyper::axpy;
 use crate::cpu::isa::multiversion;
 use crate::cpu::lanes::{Lanes, N};
-use crate::cpu::matmul::{Inputs, ROW_BLOCK, SCRATCH, STRIP, grain, is_float, quantize};
+use crate::cpu::matmul::{Inputs, ROW_BLOCK, SCRATCH, STRIP, grain, grow, is_float, put, quantize};
 use crate::cpu::q16::{Activations, Meta, Quants};
 use crate::cpu::raw::RawRows;
 use crate::cpu::{CpuBuffer, CpuDevice, CpuStep, CpuWeight};
@@ -235,8 +235,8 @@ impl MoeOps for CpuDevice {
         s.sort(routing);
         let assignments = s.order.len();
         let mut quants = self.activations.lock().unwrap_or_else(PoisonError::into_inner);
-        s.act.resize(assignments * ff, 0.0);
-        s.results.resize(assignments * hidden, 0.0);
+        grow(&mut s.act, assignments * ff, 0.0);
+        grow(&mut s.results, assignments * hidden, 0.0);
 
         // Rows in the order of their experts; a lone row serves all of its experts as it is.
         let lone = x.rows() == 1;
@@ -281,7 +281,7 @@ impl MoeOps for CpuDevice {
                 inputs.strip(self.isa, t, &experts.down, g.expert * hidden + first, outputs, rows.clone());
                 for (i, o) in rows.zip(&t.out) {
                     // SAFETY: this item alone has these rows of this strip.
-                    unsafe { results.part(i, first, outputs) }.copy_from_slice(&o[..outputs]);
+                    put(unsafe { results.part(i, first, outputs) }, o);
                 }
             });
         });

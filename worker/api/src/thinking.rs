@@ -14,11 +14,11 @@ pub const MAX_EFFORT_CONTEXT: usize = 393_216;
 
 /// Reads `thinking` (`true`, `false` or `{"type": "enabled" | "disabled"}`), `think`, `chat_template_kwargs` and
 /// `reasoning_effort`. The switches say whether the model thinks, the effort how much; an effort of `none` is a switch too.
-/// Said nowhere, it thinks. `None`: the model has no such mode, and none was asked for.
+/// Said nowhere, it thinks. The most effort counts as high where the context is smaller than [`MAX_EFFORT_CONTEXT`]. `None`: the model has no such mode, and none was asked for.
 ///
 /// # Errors
-/// `invalid_type`, `invalid_value` (switches that contradict each other, an unknown effort, too small a context for the
-/// most), `unknown_parameter`, `unsupported_parameter`.
+/// `invalid_type`, `invalid_value` (switches that contradict each other, an unknown effort), `unknown_parameter`,
+/// `unsupported_parameter`.
 pub fn thinking(fields: &mut Fields<'_>, model: &ModelInfo) -> Result<Option<Thinking>, ApiError> {
     let mut switch: Option<(String, bool)> = None;
     for (name, on) in [
@@ -60,12 +60,9 @@ pub fn thinking(fields: &mut Fields<'_>, model: &ModelInfo) -> Result<Option<Thi
         _ => {}
     }
     if wanted == Thinking::Max && model.context < MAX_EFFORT_CONTEXT {
-        let rule = format!(
-            "the most effort needs a context of {MAX_EFFORT_CONTEXT} tokens and this worker serves {}; ask for `high`, or \
-             start the worker with a larger --ctx",
-            model.context
-        );
-        return Err(ApiError::invalid_value("reasoning_effort", "`max`", &rule));
+        // Agents send their word for "think more" whatever the server is: it must not cost them the request.
+        tracing::debug!(context = model.context, needs = MAX_EFFORT_CONTEXT, "reasoning_effort max counts as high");
+        return Ok(Some(Thinking::High));
     }
     Ok(Some(wanted))
 }
@@ -146,6 +143,8 @@ mod tests {
         ] {
             assert_eq!(read(body, MAX_EFFORT_CONTEXT, true), Ok(Some(want)), "{body}");
         }
+        let small = read(r#"{"reasoning_effort":"max"}"#, MAX_EFFORT_CONTEXT - 1, true);
+        assert_eq!(small, Ok(Some(Thinking::High)));
         for body in ["{}", r#"{"thinking":false}"#, r#"{"reasoning_effort":"none"}"#] {
             assert_eq!(read(body, 8192, false), Ok(None), "{body}");
         }
@@ -166,7 +165,6 @@ mod tests {
             (r#"{"thinking":true,"think":false}"#, "think", "invalid_value", "thinking"),
             (r#"{"thinking":true,"reasoning_effort":"none"}"#, "reasoning_effort", "invalid_value", "thinking"),
             (r#"{"reasoning_effort":"most"}"#, "reasoning_effort", "invalid_value", "most"),
-            (r#"{"reasoning_effort":"max"}"#, "reasoning_effort", "invalid_value", "8192"),
             (r#"{"chat_template_kwargs":{"x":1}}"#, "chat_template_kwargs.x", "unknown_parameter", "x"),
         ] {
             let e = read(body, 8192, true).unwrap_err();

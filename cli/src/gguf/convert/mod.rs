@@ -21,7 +21,7 @@ use anyhow::Context as _;
 use ds4_manifests::catalog::Class;
 use ds4_manifests::{Catalog, GgmlType, GgufModel, GgufPlan, Metadata, TensorInfo, Value};
 use ds4_settings::{EXIT_MODEL, EXIT_USAGE};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{HumanBytes, ProgressBar, ProgressStyle};
 
 use self::checkpoint::Checkpoint;
 use self::imatrix::Imatrix;
@@ -148,11 +148,10 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
         std::io::ErrorKind::AlreadyExists => exists(&args.output),
         _ => anyhow::Error::new(e.error).context(format!("cannot write {shown}")),
     })?;
-    #[allow(clippy::cast_precision_loss, reason = "for people")]
-    let gib = plan.file_len as f64 / f64::from(1u32 << 30);
     eprintln!(
-        "{shown}: {} tensors, {gib:.2} GiB in {:.1} s{}",
+        "{shown}: {} tensors, {} in {:.1} s{}",
         tensors.len(),
+        HumanBytes(plan.file_len),
         begun.elapsed().as_secs_f64(),
         if class == Class::Dev { "; a development model: serve it with --allow-dev-models" } else { "" }
     );
