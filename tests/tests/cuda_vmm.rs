@@ -118,15 +118,17 @@ fn cuda_vmm_chunks_lie_side_by_side_and_hash_as_a_whole() {
 fn cuda_vmm_attaching_a_hundred_times_loses_nothing() {
     let (sandbox, card) = (Sandbox::new(), Card::new());
     let owner = ready_owner(&sandbox, &card, &card.model("m", 10_000));
+    wait_for("the loader's end", SOON, || children(owner.pid()).is_empty().then_some(()));
     let before = (card.held(), std::fs::read_dir(format!("/proc/{}/fd", owner.pid())).unwrap().count());
     let seen = figures(&self_test(&sandbox, &card.environment(), &["--self-test-cycles", "100"]));
     let free = seen["device_free_bytes"].as_array().unwrap();
     assert!(seen["cycles"] == 100 && free[0] == free[1] && free[1] == free[2], "{seen}");
     let after = wait_for("the last lease's end", SOON, || {
         let now = (card.held(), std::fs::read_dir(format!("/proc/{}/fd", owner.pid())).unwrap().count());
-        (now == before).then_some(now)
+        // The daemon may still have been letting go of its loader before.
+        (now.0 == before.0 && now.1 <= before.1).then_some(now)
     });
-    assert_eq!(after, before);
+    assert_eq!(after.0, before.0);
 }
 
 #[test]
