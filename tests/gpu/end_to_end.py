@@ -228,9 +228,9 @@ def bench(*args):
     return json.loads(command(BIN / "ds4", "bench", "--json", *args, "--backend", BACKEND, "--allow-dev-models"))
 
 
-def synth(shape, path):
+def synth(shape, path, *flags):
     begun = time.monotonic()
-    command(BIN / "ds4", "gguf", "synth", "--shape", shape, "--recipe", "q2", "-o", path)
+    command(BIN / "ds4", "gguf", "synth", "--shape", shape, "--recipe", "q2", "-o", path, *flags)
     return {"synth_s": round(time.monotonic() - begun, 1), "bytes": path.stat().st_size}
 
 
@@ -250,6 +250,7 @@ def part_small():
     path = WORK / "small.gguf"
     out = synth("small", path)
     out["end_to_end"] = end_to_end("small", path, False)
+    out["guesses"] = guesses(path)
     out["restart"] = bench("restart", "--model", path, "--cycles", "20")
     return out
 
@@ -280,6 +281,25 @@ def full_by_hand(path):
     served.stop()
     out["weights_mib"] = with_weights - before
     return out
+
+
+def guesses(path):
+    """The prediction block on the device: the same tokens with guesses as without, in whatever number they come true."""
+    block = path.with_name("small-mtp.gguf")
+    synth("small", block, "--part", "mtp")
+    served = Served(path, BACKEND, "--model", block)
+    names = [m["name"] for m in json.loads(command(BIN / "ds4", "ctl", "--runtime-dir", served.dir, "--json", "models"))["models"]]
+    name, mtp = sorted(names, key=lambda n: "mtp" in n.lower())
+    worker = served.worker("--model", name)
+    want = served.all()
+    worker.stop()
+    worker = served.worker("--model", name, "--mtp", mtp)
+    assert served.all() == want and served.all() == want, "guesses change the answer"
+    counts = [l for l in urllib.request.urlopen(served.url + "/metrics").read().decode().splitlines() if "draft" in l and l[0] != "#"]
+    worker.stop()
+    served.stop()
+    assert any(float(l.split()[-1]) > 0 for l in counts), f"nothing was guessed: {counts}"
+    return {"prompts_equal": len(want), "counts": counts}
 
 
 def part_full():
