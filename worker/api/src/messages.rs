@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 
 use crate::error::ApiError;
 use crate::json::{self, Fields, under, wrong_type};
+use crate::thinking::NO_REASONING;
 use crate::tools::{NO_TOOLS, missing, object, required};
 
 /// Most messages of one conversation, parts of one message, calls of one message.
@@ -67,6 +68,8 @@ impl Reading {
         }
         if role == "assistant" && self.abilities.reasoning {
             message.reasoning_content = m.string("reasoning_content").map_err(|e| under(at, e))?;
+        } else if role == "assistant" {
+            m.refuse("reasoning_content", &["\"\""], NO_REASONING).map_err(|e| under(at, e))?;
         }
         if role == "tool" {
             message.tool_call_id = Some(self.answered(&mut m, at)?);
@@ -238,12 +241,32 @@ mod tests {
             (
                 r#"[{"role":"assistant","content":"x","reasoning_content":"y"}]"#,
                 "messages[0].reasoning_content",
+                "unsupported_parameter",
+            ),
+            (
+                r#"[{"role":"user","content":"x","reasoning_content":"y"}]"#,
+                "messages[0].reasoning_content",
                 "unknown_parameter",
             ),
         ];
         for (messages, param, code) in cases {
             let e = read(messages, PLAIN).unwrap_err();
             assert_eq!((e.param.as_deref(), e.code), (Some(param), code), "{messages}: {}", e.message);
+        }
+    }
+
+    #[test]
+    fn reasoning_in_a_history_is_refused_by_reason_where_there_is_none() {
+        let list = |reasoning: &str| {
+            format!(
+                r#"[{{"role":"assistant","content":"x","reasoning_content":{reasoning}}},{{"role":"user","content":"y"}}]"#
+            )
+        };
+        let e = read(&list("\"hm\""), PLAIN).unwrap_err();
+        assert!(e.message.contains("no reasoning mode"), "{}", e.message);
+        // Said, but empty: nothing is lost.
+        for empty in ["null", "\"\""] {
+            assert_eq!(read(&list(empty), PLAIN).unwrap()[0], ChatMessage::new("assistant", "x"));
         }
     }
 

@@ -86,12 +86,9 @@ impl Common {
         fields.ignore(&HARMLESS);
         let stream = fields.bool("stream")?.unwrap_or(false);
         let include_usage = stream_options(fields, stream)?;
-        let max_tokens = match fields.integer("max_completion_tokens", 1..=i64::MAX)? {
-            Some(n) => {
-                fields.integer("max_tokens", 1..=i64::MAX)?;
-                Some(n)
-            }
-            None => fields.integer("max_tokens", 1..=i64::MAX)?,
+        let max_tokens = {
+            let mut most = |name| fields.integer(name, 1..=i64::MAX).map(|n| (name, n));
+            agreed(most("max_completion_tokens")?, most("max_tokens")?)?
         };
         Ok(Self {
             stream,
@@ -103,6 +100,20 @@ impl Common {
             sampling: sampling(fields, model)?,
             ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
         })
+    }
+}
+
+/// The value of a field that has two names. Given by both, it must be the same.
+fn agreed<T: PartialEq + fmt::Display>(
+    (first, value): (&str, Option<T>),
+    (second, other): (&str, Option<T>),
+) -> Result<Option<T>, ApiError> {
+    match (value, other) {
+        (Some(v), Some(o)) if v != o => {
+            let rule = format!("contradicts `{first}`, which is {v}; send one of the two");
+            Err(ApiError::invalid_value(second, o, &rule))
+        }
+        (v, o) => Ok(v.or(o)),
     }
 }
 
@@ -175,8 +186,8 @@ fn sampling(fields: &mut Fields<'_>, model: &ModelInfo) -> Result<SamplingParams
     if let Some(v) = number("presence_penalty", -2.0..=2.0)? {
         s.presence_penalty = v;
     }
-    let repetition = number("repetition_penalty", 0.01..=10.0)?;
-    if let Some(v) = repetition.or(number("repeat_penalty", 0.01..=10.0)?) {
+    let mut repetition = |name| number(name, 0.01..=10.0).map(|v| (name, v));
+    if let Some(v) = agreed(repetition("repetition_penalty")?, repetition("repeat_penalty")?)? {
         s.repetition_penalty = v;
     }
     // −1 is how several servers spell "off".
@@ -347,6 +358,25 @@ mod tests {
                 assert_eq!(refusal(&format!("{{\"{name}\":{bad}}}")), (name.into(), "invalid_value"));
             }
             assert_eq!(common(&format!("{{\"{name}\":1000000000}}")).unwrap().max_tokens, Some(1_000_000_000));
+        }
+    }
+
+    #[test]
+    fn two_names_of_one_field_must_agree() {
+        for (first, second, value, other) in
+            [("max_completion_tokens", "max_tokens", "3", "8"), ("repetition_penalty", "repeat_penalty", "1.5", "1.25")]
+        {
+            let body = |a: &str, b: &str| format!("{{\"{first}\":{a},\"{second}\":{b}}}");
+            let e = common(&body(value, other)).unwrap_err();
+            assert_eq!((e.param.as_deref(), e.code), (Some(second), "invalid_value"));
+            for shown in [first, value, second, other] {
+                assert!(e.message.contains(shown), "{shown} in {}", e.message);
+            }
+            let want = common(&format!("{{\"{first}\":{value}}}")).unwrap();
+            assert_ne!(want, common("{}").unwrap());
+            for (a, b) in [(value, value), (value, "null"), ("null", value)] {
+                assert_eq!(common(&body(a, b)), Ok(want.clone()), "{a} {b}");
+            }
         }
     }
 

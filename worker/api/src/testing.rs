@@ -145,7 +145,7 @@ impl Script {
         if let Some(seed) = request.sampling.seed {
             said.push_str(&format!(" seed {seed}"));
         }
-        let mut waiting = self.tokens(&said).into_iter();
+        let mut waiting = self.tokens(&said).into_iter().peekable();
         let end = self.text.and_then(|t| t.tokenizer.eos()).unwrap_or(EOG);
         let mut reader = match &request.format {
             Some(format) => format.reader(request.stop.clone()),
@@ -179,6 +179,14 @@ impl Script {
             }
             let token = match reader.steer() {
                 Steer::Force(token) => token,
+                // What it would say if it may, else the first that it may.
+                Steer::OneOf(tokens) => {
+                    let said = waiting.peek().copied().filter(|t| tokens.contains(t));
+                    said.map_or(tokens[0], |t| {
+                        waiting.next();
+                        t
+                    })
+                }
                 _ => waiting.next().or_else(|| reader.instead_of_end()).unwrap_or(end),
             };
             made += 1;

@@ -7,7 +7,8 @@ use crate::error::ApiError;
 use crate::json::{Fields, under, wrong_type};
 use crate::tools::{object, required};
 
-const NO_REASONING: &str = "the served model has no reasoning mode";
+/// Why a model without reasoning refuses what asks for it, or tells of it.
+pub(crate) const NO_REASONING: &str = "the served model has no reasoning mode";
 
 /// Least context for the most effort: what the makers give it.
 pub const MAX_EFFORT_CONTEXT: usize = 393_216;
@@ -53,6 +54,11 @@ pub fn thinking(fields: &mut Fields<'_>, model: &ModelInfo) -> Result<Option<Thi
         })?,
     };
     match switch {
+        Some((name, false)) if effort.is_some() && wanted != Thinking::None => {
+            let shown = effort.as_deref().unwrap_or_default();
+            let rule = format!("contradicts `{name}`, which says not to think");
+            return Err(ApiError::invalid_value("reasoning_effort", format!("`{shown}`"), &rule));
+        }
         Some((_, false)) => return Ok(Some(Thinking::None)),
         Some((name, true)) if wanted == Thinking::None => {
             return Err(ApiError::invalid_value("reasoning_effort", "`none`", &format!("contradicts `{name}`")));
@@ -137,7 +143,8 @@ mod tests {
             (r#"{"reasoning_effort":"minimal"}"#, Thinking::High),
             (r#"{"reasoning_effort":"xhigh"}"#, Thinking::High),
             (r#"{"reasoning_effort":"max"}"#, Thinking::Max),
-            (r#"{"reasoning_effort":"max","think":false}"#, Thinking::None),
+            (r#"{"reasoning_effort":"none","think":false}"#, Thinking::None),
+            (r#"{"reasoning_effort":null,"think":false}"#, Thinking::None),
             (r#"{"chat_template_kwargs":{"thinking":false}}"#, Thinking::None),
             (r#"{"chat_template_kwargs":{"enable_thinking":true}}"#, Thinking::High),
         ] {
@@ -164,7 +171,22 @@ mod tests {
             ),
             (r#"{"thinking":true,"think":false}"#, "think", "invalid_value", "thinking"),
             (r#"{"thinking":true,"reasoning_effort":"none"}"#, "reasoning_effort", "invalid_value", "thinking"),
+            (r#"{"thinking":false,"reasoning_effort":"high"}"#, "reasoning_effort", "invalid_value", "`high`"),
+            (
+                r#"{"thinking":{"type":"disabled"},"reasoning_effort":"minimal"}"#,
+                "reasoning_effort",
+                "invalid_value",
+                "`thinking`",
+            ),
+            (r#"{"think":false,"reasoning_effort":"max"}"#, "reasoning_effort", "invalid_value", "`think`"),
+            (
+                r#"{"chat_template_kwargs":{"enable_thinking":false},"reasoning_effort":"low"}"#,
+                "reasoning_effort",
+                "invalid_value",
+                "chat_template_kwargs.enable_thinking",
+            ),
             (r#"{"reasoning_effort":"most"}"#, "reasoning_effort", "invalid_value", "most"),
+            (r#"{"thinking":false,"reasoning_effort":"most"}"#, "reasoning_effort", "invalid_value", "must be none"),
             (r#"{"chat_template_kwargs":{"x":1}}"#, "chat_template_kwargs.x", "unknown_parameter", "x"),
         ] {
             let e = read(body, 8192, true).unwrap_err();

@@ -138,6 +138,7 @@ impl Active {
         let drawn = match self.reader.steer() {
             Steer::Free => self.sampler.sample(row, scratch),
             Steer::Greedy => self.sampler.best(row, scratch),
+            Steer::OneOf(tokens) => self.sampler.best_of(row, tokens, scratch),
             Steer::Force(token) => Some(token).filter(|t| usize::try_from(*t).is_ok_and(|t| t < row.len())),
         };
         let Some(mut token) = drawn else {

@@ -76,6 +76,18 @@ impl Sampler {
         token
     }
 
+    /// As [`Sampler::best`], but of these tokens only (ascending): a few of many.
+    pub fn best_of(&mut self, logits: &mut [f32], tokens: &[u32], scratch: &mut Scratch) -> Option<u32> {
+        scratch.undo.clear();
+        self.bias(logits, &mut scratch.undo);
+        let known = tokens.iter().filter_map(|&t| Some((*logits.get(t as usize)?, t)));
+        let best = known.filter(|(l, _)| *l > f32::NEG_INFINITY).min_by(select::better);
+        for (token, logit) in scratch.undo.drain(..).rev() {
+            logits[token as usize] = logit;
+        }
+        best.map(|(_, token)| token)
+    }
+
     /// Applies penalties and bias in place, remembering what was there.
     #[allow(clippy::cast_precision_loss, reason = "a count of generated tokens is far below 2^24")]
     fn modify(&self, logits: &mut [f32], undo: &mut Vec<(u32, f32)>) {
@@ -298,6 +310,25 @@ mod tests {
             assert_eq!(row, [0.0, 4.0, 1.0, -1.0]);
         }
         assert_eq!(Sampler::new(params(), &[]).best(&mut [f32::NEG_INFINITY; 3], &mut scratch), None);
+    }
+
+    #[test]
+    fn the_best_of_some_tokens_is_none_of_the_others() {
+        let biased = SamplingParams { temperature: 2.0, logit_bias: vec![(3, 2.5)], ..params() };
+        let (mut row, mut scratch) = (vec![9.0, 1.0, 3.0, 1.0, 3.0, f32::NEG_INFINITY], Scratch::default());
+        for (p, tokens, want) in [
+            (params(), &[1u32, 2, 4][..], Some(2)),
+            (params(), &[1, 3], Some(1)),
+            (biased.clone(), &[1, 2, 3], Some(3)),
+            (biased, &[1, 2], Some(2)),
+            (params(), &[4, 5, 700], Some(4)),
+            (params(), &[5], None),
+            (params(), &[700], None),
+        ] {
+            let before = row.clone();
+            assert_eq!(Sampler::new(p, &[]).best_of(&mut row, tokens, &mut scratch), want, "{tokens:?}");
+            assert_eq!(row, before, "the row must be left as it was");
+        }
     }
 
     /// Draws `n` times and returns the counts.

@@ -54,11 +54,13 @@ impl Read {
 
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Steer {
+pub enum Steer<'r> {
     /// As the request says.
     Free,
     /// The most likely one: it is syntax.
     Greedy,
+    /// The most likely one of these: nothing else would be understood. Ascending and distinct, at least two.
+    OneOf(&'r [u32]),
     /// This one, whatever the model thinks of it.
     Force(u32),
 }
@@ -69,7 +71,7 @@ pub trait Reader: Send {
     fn push(&mut self, token: u32, bytes: &[u8], control: bool) -> Read;
 
     /// How the token after those pushed is to be chosen.
-    fn steer(&self) -> Steer;
+    fn steer(&self) -> Steer<'_>;
 
     /// The token to take in place of one that would end the answer now, when it must not end yet.
     fn instead_of_end(&self) -> Option<u32>;
@@ -110,7 +112,7 @@ impl Reader for PlainReader {
         Read { pieces: pieces_of(pushed.text), settled: vec![Part::Text], ended: pushed.stopped }
     }
 
-    fn steer(&self) -> Steer {
+    fn steer(&self) -> Steer<'_> {
         Steer::Free
     }
 

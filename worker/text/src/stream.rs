@@ -39,6 +39,22 @@ impl TextStream {
         Pushed { text, stopped }
     }
 
+    /// Releases the bytes of an incomplete character as U+FFFD if `next` does not go on with it; then the same bytes pushed
+    /// after it give the same text as without this call. Only for a stream without stop strings, which holds no other bytes.
+    pub(crate) fn break_off(&mut self, next: &[u8]) -> String {
+        let held = self.pending.len();
+        let broken = held > 0 && {
+            let joined: Vec<u8> = self.pending.iter().chain(next).copied().collect();
+            // What is held is the beginning of a character: when not all of it is refused together, nothing is.
+            joined.utf8_chunks().next().is_some_and(|c| c.valid().is_empty() && c.invalid().len() == held)
+        };
+        // A short `next` may leave the character incomplete, which is an invalid end of the same length only when it is empty.
+        if broken && !next.is_empty() {
+            return String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned();
+        }
+        String::new()
+    }
+
     /// The output has ended: the text that was still held back. An incomplete character becomes U+FFFD.
     pub fn finish(&mut self) -> String {
         self.matcher.finish(&mut self.pending);
@@ -94,6 +110,30 @@ mod tests {
         let shown: Vec<_> = texts.iter().filter(|t| !t.is_empty()).cloned().collect();
         assert_eq!(shown, ["👩", "\u{200d}", "💻"]);
         assert_eq!(texts[3], "👩", "not later than its last byte");
+    }
+
+    #[test]
+    fn an_incomplete_character_is_broken_off_by_what_does_not_go_on_with_it() {
+        for (held, next, broken) in [
+            (&b"\xe6"[..], &b"</think>"[..], true),
+            (b"\xe6\xbc", b"\xef\xbd\x9c", true),
+            (b"\xf0\x9f\x98", b"a", true),
+            (b"\xe0", b"\x80", true),
+            (b"\xe6", b"\xbc\xa2", false),
+            (b"\xe6", b"\xbc", false),
+            (b"\xf0\x9f", b"\x98\x80x", false),
+            // The character goes on and breaks inside of the next bytes, whose text that is then.
+            (b"\xf0", b"\x9fx", false),
+            (b"\xe6", b"", false),
+            (b"", b"\xe6", false),
+        ] {
+            let mut s = TextStream::new(Vec::new());
+            assert_eq!(s.push(held).text, "");
+            let text = s.break_off(next);
+            assert_eq!(text, if broken { "\u{fffd}" } else { "" }, "{held:?} {next:?}");
+            let all = text + &s.push(next).text + &s.finish();
+            assert_eq!(all, String::from_utf8_lossy(&[held, next].concat()), "{held:?} {next:?}");
+        }
     }
 
     #[test]

@@ -174,6 +174,17 @@ async fn deepseek_v4_tool_choices_are_kept() {
     assert_eq!(whole["choices"][0]["message"]["reasoning_content"], "Hm.");
     assert_eq!(whole["choices"][0]["message"]["tool_calls"][0]["function"]["name"], "weather");
     assert_eq!(whole["choices"][0]["finish_reason"], "tool_calls");
+    // Any of several: what the model would like to call is none of them.
+    let required = r#","tool_choice":"required""#;
+    for (says, called) in [("NB\u{fffd}<x>", None), ("time", Some("time")), ("weather", Some("weather")), ("", None)] {
+        let server = server(says).await;
+        let whole = server.chat(&format!("{TOOLS}{off}{required}")).await.json();
+        let calls = whole["choices"][0]["message"]["tool_calls"].as_array().unwrap();
+        let name = calls[0]["function"]["name"].as_str().unwrap();
+        assert!(["weather", "time"].contains(&name) && called.is_none_or(|c| c == name), "{says}: {whole}");
+        let streamed = rebuild(&server.chat(&format!(r#"{TOOLS}{off}{required},"stream":true"#)).await);
+        assert_eq!(streamed.message["calls"][0]["function"]["name"], name);
+    }
     // None: nothing is on offer, and markup ends the answer.
     let none = server(&format!("No.{CALLS}")).await;
     let whole = none.chat(&format!(r#"{TOOLS}{off},"tool_choice":"none""#)).await.json();
@@ -336,6 +347,12 @@ async fn deepseek_v4_other_families_refuse_what_they_have_no_place_for() {
         assert_eq!((answer.status, answer.json()["error"]["param"].as_str()), (400, Some(param)));
         assert_eq!(answer.code(), "unsupported_parameter");
     }
+    let history =
+        r#"{"messages":[{"role":"assistant","content":"a","reasoning_content":"b"},{"role":"user","content":"c"}]}"#;
+    let answer = server.post("/v1/chat/completions", history).await;
+    assert_eq!((answer.status, answer.code().as_str()), (400, "unsupported_parameter"));
+    assert_eq!(answer.json()["error"]["param"], "messages[0].reasoning_content");
+    assert!(answer.text().contains("the served model has no reasoning mode"), "{}", answer.text());
     let whole = server.chat("").await.json();
     assert!(whole["usage"].get("completion_tokens_details").is_none());
 }

@@ -14,6 +14,8 @@ pub(super) struct Toy {
     pub must_go_on: bool,
     /// Whether it says that it has no syntax.
     pub plain: bool,
+    /// What every token of a call is one of, if anything.
+    pub one_of: Vec<u32>,
 }
 
 struct ToyReader {
@@ -57,9 +59,10 @@ impl Reader for ToyReader {
         read
     }
 
-    fn steer(&self) -> Steer {
+    fn steer(&self) -> Steer<'_> {
         match self.toy.forced.get(self.at) {
             Some(token) => Steer::Force(*token),
+            None if self.part == Part::Hidden && !self.toy.one_of.is_empty() => Steer::OneOf(&self.toy.one_of),
             None if self.part == Part::Hidden => Steer::Greedy,
             None => Steer::Free,
         }
@@ -146,4 +149,29 @@ fn the_sampler_is_greedy_where_the_reader_says_so_and_nowhere_else() {
     };
     assert_eq!(count(b'<'), HashMap::from([(u32::from(b'A'), 99)]));
     assert!(count(b'-').get(&u32::from(b'B')).is_some_and(|n| (20..80).contains(n)), "{:?}", count(b'-'));
+}
+
+#[test]
+fn the_sampler_takes_the_best_of_the_tokens_that_the_reader_lets_through() {
+    // Before a call the model's own words; in it each token is the better one of `x` and `y`, and never the best of all.
+    let model = || {
+        MockModel::scripted(Box::new(|tokens, logits| {
+            logits.fill(0.0);
+            logits[usize::from(if tokens.len() == 2 { b'<' } else { b'z' })] = 9.0;
+            logits[usize::from(if tokens.len() % 2 == 0 { b'x' } else { b'y' })] = 1.0;
+        }))
+    };
+    for drafts in [0, 4] {
+        for temperature in [0.0, 1.5] {
+            let one_of = vec![u32::from(b'x'), u32::from(b'y')];
+            let mut r = toy_request(Toy { one_of, ..Toy::default() });
+            (r.sampling.temperature, r.sampling.seed, r.max_tokens) = (temperature, Some(3), 9);
+            r.sampling.logit_bias = vec![(u32::from(b'<'), 100.0)];
+            let guesses: crate::mock::Guesses = Box::new(|_, n| vec![u32::from(b'z'); n]);
+            let model = model().keeping(crate::mock::mock_windowed_spec()).guessing(guesses);
+            let heard = hear(start(model, EngineConfig { drafts, ..small() }).submit(r).unwrap());
+            let text: String = heard.tokens.iter().map(|t| char::from(u8::try_from(*t).unwrap())).collect();
+            assert_eq!(text, "<yxyxyxyx", "{drafts} {temperature}");
+        }
+    }
 }

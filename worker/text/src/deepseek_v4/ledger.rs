@@ -22,6 +22,13 @@ impl Ledger {
         self.tokens.push_back(end);
     }
 
+    /// The last token's text ends at byte `end`: what follows does not go on with its unfinished character.
+    pub(super) fn last_ends_at(&mut self, end: usize) {
+        if let Some(last) = self.tokens.iter_mut().rev().flatten().next() {
+            *last = end;
+        }
+    }
+
     /// The next `len` bytes are of this kind.
     pub(super) fn place(&mut self, len: usize, kind: Kind) {
         if len == 0 {
@@ -118,6 +125,21 @@ mod tests {
         l.place(1, Kind::Space);
         assert_eq!(l.settle(Some(Part::Hidden)), [Part::Hidden]);
         assert_eq!(l.settle(Some(Part::Text)), []);
+    }
+
+    #[test]
+    fn deepseek_v4_an_unfinished_character_ends_with_its_token() {
+        let mut l = Ledger::default();
+        // Two tokens of one byte that are shown as one replacement of three, then a tag.
+        for end in [Some(1), None, Some(1)] {
+            l.token(end);
+        }
+        l.last_ends_at(3);
+        l.token(Some(11));
+        l.place(3, Kind::Reasoning);
+        assert_eq!(l.settle(None), [Part::Reasoning, Part::Hidden, Part::Reasoning]);
+        l.place(8, Kind::Markup);
+        assert_eq!(l.settle(None), [Part::Hidden]);
     }
 
     #[test]

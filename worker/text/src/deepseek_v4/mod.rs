@@ -9,6 +9,7 @@
 //! * The refreshed models (0731, V4.1) write other tags and effort texts.
 
 pub mod dsml;
+mod forced;
 mod json;
 mod ledger;
 mod prompt;

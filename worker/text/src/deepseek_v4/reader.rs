@@ -1,6 +1,7 @@
 //! Reads an answer of DeepSeek V4: reasoning, text and calls out of tokens, and where the sampler must be greedy.
 
 use super::dsml::{self, End, Event, Parser, Position};
+use super::forced::{Beginning, Beginnings};
 use super::ledger::Ledger;
 use super::prompt::Thinking;
 use super::{DSML, END_THINK, THINK};
@@ -21,8 +22,8 @@ pub(crate) struct Format {
 struct Rules {
     /// Only the first call counts, and it ends the answer.
     single: bool,
-    /// What the answer must begin with, after its reasoning.
-    forced: Vec<u32>,
+    /// What the answer must begin with, after its reasoning: a call of one of these tools.
+    forced: Beginnings,
     think: Option<u32>,
     end_think: Option<u32>,
     dsml: Option<u32>,
@@ -32,15 +33,14 @@ impl Format {
     /// For the answers to `input` with this thinking mode.
     pub(super) fn new(input: &ChatInput, thinking: Thinking, tokenizer: &Tokenizer) -> Self {
         let tools = names_of(input);
-        let begin = format!("\n\n<{DSML}tool_calls>\n<{DSML}invoke name=\"");
-        // A name from a request is checked to be a plain word; one that is not would stay text in `Plain` pieces only.
-        let forced = match (&input.tool_choice, tools.as_slice()) {
-            (ToolChoice::Named(name), _) => Some(begin + name + "\">\n"),
-            // With one tool, a call of any is a call of that one.
-            (ToolChoice::Required, [name]) => Some(begin + name + "\">\n"),
-            (ToolChoice::Required, [_, ..]) => Some(begin),
-            (ToolChoice::Required, []) | (ToolChoice::Auto, _) => None,
+        let callable = match &input.tool_choice {
+            ToolChoice::Named(name) => std::slice::from_ref(name),
+            ToolChoice::Required => tools.as_slice(),
+            ToolChoice::Auto => &[],
         };
+        // A name from a request is checked to be a plain word; one that is not would stay text in `Plain` pieces only.
+        let call = |name: &String| format!("\n\n<{DSML}tool_calls>\n<{DSML}invoke name=\"{name}\">\n");
+        let forced = callable.iter().map(|name| tokenizer.encode(&call(name), Specials::Parse)).collect();
         Self {
             options: dsml::Options {
                 thinking: thinking != Thinking::None,
@@ -51,7 +51,7 @@ impl Format {
             },
             rules: Rules {
                 single: input.single_call,
-                forced: forced.map_or_else(Vec::new, |text| tokenizer.encode(&text, Specials::Parse)),
+                forced: Beginnings::new(forced),
                 think: tokenizer.token_id(THINK),
                 end_think: tokenizer.token_id(END_THINK),
                 dsml: tokenizer.token_id(DSML),
@@ -80,13 +80,13 @@ fn quoted_of(input: &ChatInput) -> Vec<String> {
 impl AnswerFormat for Format {
     fn reader(&self, stops: Vec<Vec<u8>>) -> Box<dyn Reader> {
         Box::new(AnswerReader {
+            forced: self.rules.forced.begin(),
             rules: self.rules.clone(),
             parser: Parser::new(self.options.clone()),
             decoder: TextStream::new(Vec::new()),
             visible: TextStream::new(stops),
             ledger: Ledger::default(),
             decoded: 0,
-            forced: 0,
             ended: false,
         })
     }
@@ -106,8 +106,8 @@ struct AnswerReader {
     ledger: Ledger,
     /// Bytes of text so far.
     decoded: usize,
-    /// How much of the forced beginning was generated.
-    forced: usize,
+    /// What is left of the forced beginning.
+    forced: Beginning,
     ended: bool,
 }
 
@@ -155,10 +155,6 @@ impl AnswerReader {
             self.ledger.place(len, kind);
         }
     }
-
-    fn forces(&self) -> Option<u32> {
-        self.rules.forced.get(self.forced).copied()
-    }
 }
 
 fn say(text: String, pieces: &mut Vec<Piece>) {
@@ -169,22 +165,29 @@ fn say(text: String, pieces: &mut Vec<Piece>) {
 
 impl Reader for AnswerReader {
     fn push(&mut self, token: u32, bytes: &[u8], control: bool) -> Read {
-        if self.steer() == Steer::Force(token) {
-            self.forced += 1;
+        if !self.parser.is_thinking() {
+            self.forced.take(token);
         }
         let mut pieces = Vec::new();
         if (control && !self.speaks(token)) || bytes.is_empty() {
             self.ledger.token(None);
         } else {
+            let mut events = Vec::new();
+            let broken = self.decoder.break_off(bytes);
+            if !broken.is_empty() {
+                self.decoded += broken.len();
+                self.ledger.last_ends_at(self.decoded);
+                events = self.parser.push(&broken);
+            }
             let text = self.decoder.push(bytes).text;
             self.decoded += text.len();
             // A token that is only the beginning of a character belongs to where the character goes.
             self.ledger.token(Some(self.decoded + usize::from(text.is_empty())));
-            let events = if text == DSML && Some(token) == self.rules.dsml {
+            events.extend(if text == DSML && Some(token) == self.rules.dsml {
                 self.parser.push_marker()
             } else {
                 self.parser.push(&text)
-            };
+            });
             self.take(events, &mut pieces);
             self.place();
             self.ended |= self.parser.closed();
@@ -192,9 +195,10 @@ impl Reader for AnswerReader {
         Read { pieces, settled: self.ledger.settle(None), ended: self.ended }
     }
 
-    fn steer(&self) -> Steer {
-        match self.forces() {
-            Some(token) if !self.parser.is_thinking() => Steer::Force(token),
+    fn steer(&self) -> Steer<'_> {
+        match self.forced.next() {
+            [token] if !self.parser.is_thinking() => Steer::Force(*token),
+            several @ [_, _, ..] if !self.parser.is_thinking() => Steer::OneOf(several),
             _ if self.parser.position() == Position::Structure => Steer::Greedy,
             _ => Steer::Free,
         }
@@ -202,7 +206,7 @@ impl Reader for AnswerReader {
 
     /// Reasoning must not end an answer that has to call.
     fn instead_of_end(&self) -> Option<u32> {
-        self.forces().and(self.rules.end_think).filter(|_| self.parser.is_thinking())
+        self.rules.end_think.filter(|_| !self.forced.next().is_empty() && self.parser.is_thinking())
     }
 
     fn finish(&mut self, cut: bool) -> Read {

@@ -15,11 +15,15 @@ struct Heard {
     ended: bool,
     /// Calls that were begun and not finished.
     begun: usize,
+    /// Names of all calls, also of those that were not finished.
+    called: Vec<String>,
     /// Texts of the tokens of each part.
     parts: [Vec<u8>; 3],
     /// Tokens that were sampled greedily, and those that were forced, as text.
     greedy: String,
     forced: String,
+    /// Tokens that were chosen out of a few.
+    chosen: Vec<u32>,
 }
 
 fn weather() -> Value {
@@ -39,6 +43,11 @@ impl Heard {
 
 /// Plays a model that says `answer`, in tokens of the vocabulary, and then `end`s or is cut.
 fn play(input: &ChatInput, stops: &[&str], answer: &str, cut: bool) -> Heard {
+    play_tokens(input, stops, tokenizer().encode(answer, Specials::Parse), cut)
+}
+
+/// As [`play`], of tokens. Where the next one is restricted it says its own if it may, else the last one that it may.
+fn play_tokens(input: &ChatInput, stops: &[&str], mut said: Vec<u32>, cut: bool) -> Heard {
     let t = tokenizer();
     let template = ChatTemplate::compile(metadata()).expect("encoder");
     let format = template.answer_format(input, t).expect("a format of its own");
@@ -46,7 +55,6 @@ fn play(input: &ChatInput, stops: &[&str], answer: &str, cut: bool) -> Heard {
     let mut heard = Heard::default();
     let mut arguments: Vec<String> = Vec::new();
     let mut complete = 0;
-    let mut said: Vec<u32> = t.encode(answer, Specials::Parse);
     said.reverse();
     let mut tokens = Vec::new();
     let mut settled = Vec::new();
@@ -55,6 +63,11 @@ fn play(input: &ChatInput, stops: &[&str], answer: &str, cut: bool) -> Heard {
         let steer = reader.steer();
         let token = match steer {
             Steer::Force(token) => token,
+            Steer::OneOf(tokens) => {
+                assert!(tokens.len() > 1 && tokens.is_sorted_by(|a, b| a < b), "{tokens:?}");
+                let own = said.pop_if(|t| tokens.contains(t));
+                own.unwrap_or_else(|| *tokens.last().expect("one"))
+            }
             _ => match said.pop().or_else(|| reader.instead_of_end().filter(|_| !cut)) {
                 Some(token) => token,
                 None => break,
@@ -66,6 +79,7 @@ fn play(input: &ChatInput, stops: &[&str], answer: &str, cut: bool) -> Heard {
             Steer::Free => {}
             Steer::Greedy => heard.greedy += &text,
             Steer::Force(_) => heard.forced += &text,
+            Steer::OneOf(_) => heard.chosen.push(token),
         }
         let read = reader.push(token, t.token_bytes(token), t.is_control(token));
         heard.ended = read.ended;
@@ -82,6 +96,7 @@ fn play(input: &ChatInput, stops: &[&str], answer: &str, cut: bool) -> Heard {
                 Piece::Text(text) => heard.text += &text,
                 Piece::Reasoning(text) => heard.reasoning += &text,
                 Piece::Call(name) => {
+                    heard.called.push(name.clone());
                     heard.calls.push((name, Value::Null));
                     arguments.push(String::new());
                 }
@@ -181,12 +196,94 @@ fn deepseek_v4_calls_that_must_be_made() {
         assert_eq!(heard.calls.len(), 1, "{thought}");
         assert_eq!(heard.calls[0].0, "weather");
     }
-    // With a choice of tools, the name is the model's.
-    let two = json!([weather()[0], {"type": "function", "function": {"name": "time"}}]);
-    let required = ChatInput { tool_choice: ToolChoice::Required, ..input(Thinking::None, Some(two)) };
-    let heard = play(&required, &[], "time\">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>", false);
-    assert_eq!(heard.calls, [("time".to_owned(), json!({}))]);
-    assert!(heard.greedy.starts_with("time"), "{}", heard.greedy);
+}
+
+fn tools_of(names: &[&str]) -> Value {
+    names.iter().map(|name| json!({"type": "function", "function": {"name": name}})).collect()
+}
+
+#[test]
+fn deepseek_v4_with_a_choice_of_tools_each_can_be_called_and_nothing_else() {
+    let t = tokenizer();
+    // Names that begin alike, that begin others, in other letters, long ones.
+    let long = "mcp__server.search/things:".repeat(4);
+    let names = ["get", "get_weather", "get_weather_2", "Get", "weather", "a", "NB", "search-files", long.as_str()];
+    for thinking in [Thinking::None, Thinking::High] {
+        let required = ChatInput { tool_choice: ToolChoice::Required, ..input(thinking, Some(tools_of(&names))) };
+        let thought = if thinking == Thinking::None { "" } else { "get_weather\"> is it.</think>" };
+        let closers = t.encode("\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>", Specials::Parse);
+        for name in names {
+            // The model wants this one: of its tokens, those that it has a say in.
+            let spelled = t.encode(&format!("<｜DSML｜invoke name=\"{name}\">\n"), Specials::Parse);
+            let format = ChatTemplate::compile(metadata()).expect("encoder").answer_format(&required, t).expect("v4");
+            let mut reader = format.reader(Vec::new());
+            let mut said = t.encode(thought, Specials::Parse);
+            said.iter().for_each(|token| drop(reader.push(*token, t.token_bytes(*token), t.is_control(*token))));
+            let begin = t.encode("\n\n<｜DSML｜tool_calls>\n", Specials::Parse);
+            for token in begin.iter().chain(&spelled) {
+                match reader.steer() {
+                    Steer::Force(forced) => assert_eq!(forced, *token, "{name}"),
+                    Steer::OneOf(tokens) => {
+                        assert!(tokens.contains(token), "{name}: {tokens:?}");
+                        said.push(*token);
+                    }
+                    other => panic!("{name}: {other:?}"),
+                }
+                reader.push(*token, t.token_bytes(*token), t.is_control(*token));
+            }
+            assert_eq!(reader.steer(), Steer::Greedy, "{name}: then its arguments");
+            let heard = play_tokens(&required, &[], [said, closers.clone()].concat(), false);
+            assert_eq!(heard.calls, [(name.to_owned(), json!({}))]);
+            assert!(!heard.chosen.is_empty() && heard.ended, "{name}");
+        }
+        // It would rather call something else, in bytes that are no text.
+        for seed in 0..50u64 {
+            let mut rng = crate::test_support::Rng::new(seed);
+            let mut said = t.encode(thought, Specials::Parse);
+            said.extend((0..40).map(|_| u32::try_from(rng.below(t.vocab_size())).expect("id")).filter(|t| *t > 1));
+            let heard = play_tokens(&required, &[], said, true);
+            assert!(!heard.chosen.is_empty());
+            assert!(heard.begun + heard.calls.len() > 0, "{seed}");
+            assert!(names.contains(&heard.called[0].as_str()), "{seed}: {:?}", heard.called);
+        }
+    }
+}
+
+#[test]
+fn deepseek_v4_unfinished_characters_belong_to_the_tokens_that_began_them() {
+    let t = tokenizer();
+    let byte = |b: u8| {
+        let id = |id: &u32| t.token_bytes(*id) == [b] && !t.is_control(*id);
+        (0..u32::try_from(t.vocab_size()).expect("ids")).find(id).expect("a token for each byte")
+    };
+    let bytes = |all: &[u8]| -> Vec<u32> { all.iter().map(|b| byte(*b)).collect() };
+    let of = |text: &str| t.encode(text, Specials::Parse);
+    let tools = input(Thinking::High, Some(weather()));
+    let plain = input(Thinking::High, None);
+    for part in [&b"\xe6"[..], b"\xe6\xbc", b"\xf0", b"\xf0\x9f", b"\xf0\x9f\x98", b"\xe6\xe6", b"\xc3"] {
+        let shown = String::from_utf8_lossy(part).into_owned();
+        // Before the end of the reasoning, before a call, before a marker that is no tag, in text, and in the end.
+        let said = [of("Hm "), bytes(part), of("</think>"), of("Yes "), bytes(part), of(CALL)].concat();
+        let heard = play_tokens(&tools, &[], said, false);
+        assert_eq!((heard.reasoning, heard.text), (format!("Hm {shown}"), format!("Yes {shown}")), "{part:?}");
+        assert_eq!(heard.parts[1], [b"Hm ", part].concat(), "{part:?}");
+        assert_eq!(heard.parts[0], [b"Yes ", part].concat(), "{part:?}");
+        assert!(heard.parts[2].starts_with(b"</think>"), "{part:?}");
+        assert_eq!(heard.calls.len(), 1);
+        let said = [of("</think>One "), bytes(part), of("｜DSML｜, two "), bytes(part)].concat();
+        let heard = play_tokens(&plain, &[], said, false);
+        assert_eq!(heard.text, format!("One {shown}, two {shown}"), "{part:?}");
+        assert_eq!(heard.parts[0], [b"One ", part, b", two ", part].concat(), "{part:?}");
+        assert_eq!(heard.part(2), "</think>｜DSML｜");
+        let heard = play_tokens(&plain, &[], [of("Hm "), bytes(part)].concat(), true);
+        assert_eq!((heard.reasoning, &heard.parts[1]), (format!("Hm {shown}"), &[b"Hm ", part].concat()));
+    }
+    // One that is finished, in as many tokens as it has bytes.
+    for whole in ["漢", "😀", "é"] {
+        let said = [bytes(whole.as_bytes()), of("</think>"), bytes(whole.as_bytes()), of(CALL)].concat();
+        let heard = play_tokens(&tools, &[], said, false);
+        assert_eq!((heard.part(1).as_str(), heard.part(0).as_str(), heard.calls.len()), (whole, whole, 1));
+    }
 }
 
 #[test]
