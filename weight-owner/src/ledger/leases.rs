@@ -135,6 +135,15 @@ fn find_ready(state: &State, model: &str) -> Result<u64, Message> {
         let text = format!("the load of model {:?} failed: {cause}", e.name);
         return Err(Message::refused(codes::MODEL_FAILED, text, 0));
     }
+    let block = state.epochs.values().find(|e| ready(e) && !alone(e)).filter(|_| model.is_empty());
+    if let Some(block) = block {
+        let text = format!(
+            "the owner holds {:?} only, which is a prediction block and not a model: load the model that it guesses for with \
+             `ds4 ctl load PATH`, and name the block with the worker's --mtp",
+            block.name
+        );
+        return Err(Message::refused(codes::NO_MODEL, text, 1000));
+    }
     if model.is_empty() {
         let text = "the owner holds no model; load one with `ds4 ctl load PATH` or start the owner with --model PATH";
         return Err(Message::refused(codes::NO_MODEL, text, 1000));
