@@ -6,6 +6,9 @@ use super::score::Problem;
 use crate::ctl::render::{cell, table};
 use crate::dump::shown::hex;
 
+/// Problems of a case that a person is shown: a step can have a thousand.
+const PRINTED: usize = 10;
+
 /// What became of a case.
 #[derive(Debug, PartialEq)]
 pub enum Outcome {
@@ -130,10 +133,14 @@ pub fn text(model: &str, lines: &[Line]) -> String {
         match &line.outcome {
             Outcome::Refused(why) => text.push_str(&format!("{}: {why}\n", line.id)),
             Outcome::Scored { steps, .. } => {
-                for (at, step) in steps.iter().enumerate() {
-                    for problem in &step.problems {
-                        text.push_str(&format!("{} step {at}: {problem}\n", line.id));
-                    }
+                let numbered = steps.iter().enumerate();
+                let mut problems = numbered.flat_map(|(at, step)| step.problems.iter().map(move |p| (at, p)));
+                for (at, problem) in problems.by_ref().take(PRINTED) {
+                    text.push_str(&format!("{} step {at}: {problem}\n", line.id));
+                }
+                match problems.count() {
+                    0 => {}
+                    more => text.push_str(&format!("{}: {more} more problems; --json has them all\n", line.id)),
                 }
             }
             Outcome::Skipped => {}
@@ -177,6 +184,25 @@ mod tests {
              long: too long\n\
              m: 1 of 3 cases pass\n"
         );
+    }
+
+    #[test]
+    fn deepseek_v4_a_person_is_not_flooded_with_problems() {
+        let problem = |n: usize| Problem::NotInTop { candidate: format!("c{n}").into_bytes(), top: 1 };
+        let step = |range: std::ops::Range<usize>| ScoredStep {
+            token: b"16".to_vec(),
+            logprob: -0.5,
+            problems: range.map(problem).collect(),
+        };
+        let outcome = |steps| Outcome::Scored { prompt_tokens: 1, steps };
+        let line = |id: &str, steps| Line { id: id.into(), recorded_prompt_tokens: None, outcome: outcome(steps) };
+        let lines = [line("few", vec![step(0..PRINTED)]), line("many", vec![step(0..7), step(7..30)])];
+        let shown = text("m", &lines);
+        let of = |id: &str| shown.lines().filter(|l| l.starts_with(&format!("{id} step"))).count();
+        assert_eq!((of("few"), of("many")), (PRINTED, PRINTED), "{shown}");
+        assert!(shown.contains("many step 1: \"c9\"") && shown.contains("many: 20 more problems; --json"), "{shown}");
+        assert!(!shown.contains("few: "), "{shown}");
+        assert_eq!(json("m", &lines)["cases"][1]["steps"][1]["problems"].as_array().map(Vec::len), Some(23));
     }
 
     #[test]
