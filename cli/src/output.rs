@@ -14,7 +14,7 @@ use std::sync::{Mutex, MutexGuard, Once, PoisonError, mpsc};
 use anyhow::Context as _;
 use ds4_settings::EXIT_USAGE;
 use nix::sys::signal::Signal;
-use tempfile::NamedTempFile;
+use tempfile::{NamedTempFile, TempDir};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::failure::Failure;
@@ -202,6 +202,31 @@ impl Unfinished {
     }
 }
 
+/// A directory for what is needed only meanwhile, gone when it is dropped.
+#[derive(Debug)]
+pub struct Scratch {
+    directory: TempDir,
+    /// Dropped after the directory is gone.
+    _registered: Registered,
+}
+
+impl Scratch {
+    /// A fresh one where the system keeps such.
+    pub fn new() -> std::io::Result<Self> {
+        guard_signals();
+        let mut unfinished = unfinished_files();
+        let directory = tempfile::tempdir()?;
+        unfinished.insert(directory.path().to_owned());
+        let registered = Registered(directory.path().to_owned());
+        Ok(Self { directory, _registered: registered })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        self.directory.path()
+    }
+}
+
 /// An entry of [`UNFINISHED`].
 #[derive(Debug)]
 struct Registered(PathBuf);
@@ -255,7 +280,7 @@ fn watch_signals(ready: &mpsc::Sender<()>) {
         let unfinished = unfinished_files();
         for path in unfinished.iter() {
             // What cannot be removed now will not be removable later either.
-            let _ = std::fs::remove_file(path);
+            let _ = std::fs::remove_file(path).or_else(|_| std::fs::remove_dir_all(path));
         }
         // As shells count.
         std::process::exit(128 + got as i32);

@@ -370,7 +370,13 @@ fn deepseek_v4_a_peer_that_dies_is_said_in_words() {
     let mut dump = sandbox.command("ds4");
     let mut dump = dump.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     dump.stdout.as_mut().unwrap().read_exact(&mut [0; 8]).unwrap();
+    // The answer over HTTP ends in the same way.
+    let args = ["run", "--raw", "-n", "1900", "-p", "One, two, three,"];
+    let mut answer = sandbox.command("ds4");
+    let mut answer = answer.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    answer.stdout.as_mut().unwrap().read_exact(&mut [0; 2]).unwrap();
     worker.process.kill();
+    refused(&answer.wait_with_output().unwrap(), 3, &["the worker died"]);
     refused(&dump.wait_with_output().unwrap(), 3, &["the connection broke"]);
     assert!(!steps.exists());
 

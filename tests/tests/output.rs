@@ -54,6 +54,37 @@ fn deepseek_v4_an_interrupted_synth_leaves_nothing() {
     }
 }
 
+/// Files that are read block on a pipe that nobody writes, so that the signal comes while a file is unfinished.
+#[test]
+fn deepseek_v4_an_interrupted_conversion_and_pull_leave_nothing() {
+    let sandbox = Sandbox::new();
+    let from = folder(&sandbox, "checkpoint");
+    for name in names(&fixture()) {
+        std::fs::copy(fixture().join(&name), from.join(&name)).unwrap();
+    }
+    let pipe = from.join("chat_template.jinja");
+    let _ = std::fs::remove_file(&pipe);
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143), (Signal::SIGHUP, 129)] {
+        let out = folder(&sandbox, signal.as_str());
+        let file = out.join("x.gguf");
+        std::fs::write(&file, "mine").unwrap();
+        let (from, file, out_dir) = (from.to_str().unwrap(), file.to_str().unwrap(), out.to_str().unwrap());
+        for args in [
+            &["gguf", "convert", "--recipe", "f16", "--from", from, "--force", "-o", file][..],
+            &["pull", "--from", pipe.to_str().unwrap(), "--dir", out_dir],
+        ] {
+            let mut process = sandbox.start("ds4", args);
+            let begun = || names(&out).iter().any(|n| n.starts_with(".ds4-unfinished-")).then_some(());
+            wait_for("an unfinished file", Duration::from_secs(10), begun);
+            process.signal(signal);
+            assert_eq!(process.wait_end(Duration::from_secs(10)).code(), Some(code), "{args:?}: {}", process.log());
+            assert_eq!(names(&out), ["x.gguf"], "{args:?} {signal}");
+        }
+        assert_eq!(std::fs::read(file).unwrap(), b"mine");
+    }
+}
+
 #[test]
 fn deepseek_v4_a_file_size_limit_is_an_error_that_leaves_nothing() {
     let sandbox = Sandbox::new();

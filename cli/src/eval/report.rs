@@ -104,11 +104,11 @@ impl Line {
     }
 }
 
-/// All cases as JSON.
+/// All cases as JSON. The model is unknown (empty) when it refused every case.
 pub fn json(model: &str, lines: &[Line]) -> Value {
     let count = |verdict: &str| lines.iter().filter(|l| l.verdict() == verdict).count();
     json!({
-        "model": model,
+        "model": Some(model).filter(|m| !m.is_empty()),
         "passed": count("pass"),
         "failed": lines.iter().filter(|l| l.failed()).count(),
         "skipped": count("skipped"),
@@ -148,7 +148,8 @@ pub fn text(model: &str, lines: &[Line]) -> String {
     }
     let scored = lines.iter().filter(|l| l.verdict() != "skipped").count();
     let passed = lines.iter().filter(|l| l.verdict() == "pass").count();
-    text + &format!("{model}: {passed} of {scored} cases pass\n")
+    let model = if model.is_empty() { String::new() } else { format!("{model}: ") };
+    text + &format!("{model}{passed} of {scored} cases pass\n")
 }
 
 #[cfg(test)]
@@ -210,6 +211,8 @@ mod tests {
         let value = json("m", &lines());
         assert_eq!((&value["passed"], &value["failed"], &value["skipped"]), (&json!(1), &json!(2), &json!(1)));
         assert_eq!(value["cases"][1]["verdict"], "fail");
+        assert_eq!((&value["model"], &json("", &lines())["model"]), (&json!("m"), &Value::Null));
+        assert!(text("", &lines()).ends_with("\n1 of 3 cases pass\n"));
         assert_eq!(value["cases"][1]["steps"][1]["problems"][0], "\"16\" is most likely, not \"17\"");
         assert_eq!((&value["cases"][1]["steps_passed"], &value["cases"][3]["error"]), (&json!(1), &json!("too long")));
         assert_eq!(value["cases"][0]["steps"][0]["token"]["hex"], "3136");
