@@ -203,6 +203,23 @@ fn an_unloaded_model_makes_the_worker_wait_for_the_next() {
 }
 
 #[test]
+fn a_worker_under_another_supervisor_waits_for_a_model_too() {
+    let sandbox = Sandbox::new();
+    let model = starter_model();
+    let _owner = sandbox.owner();
+    let name = sandbox.ctl(&["models"])["models"][0]["name"].as_str().unwrap().to_string();
+    let broken = sandbox.file("broken.gguf", "no model");
+    assert!(sandbox.try_ctl(&["load", broken.to_str().unwrap()]).is_err());
+    sandbox.ctl(&["unload", &name]);
+    // As the unit starts it.
+    let mut worker = sandbox.start("ds4-worker", &["--http", "127.0.0.1:0", "--owner-wait", "50"]);
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(worker.running(), "{}", worker.log());
+    sandbox.ctl(&["load", model.to_str().unwrap()]);
+    worker.wait_ready(Duration::from_secs(30));
+}
+
+#[test]
 fn a_second_model_beside_the_served_one_does_not_confuse_successors() {
     let sandbox = Sandbox::new();
     let model = starter_model();

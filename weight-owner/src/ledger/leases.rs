@@ -130,7 +130,10 @@ fn find_ready(state: &State, model: &str) -> Result<u64, Message> {
         let text = format!("model {:?} is being unloaded; retry when it is loaded again", e.name);
         return Err(Message::refused(codes::MODEL_DRAINING, text, 1000));
     }
-    if let Some(e) = other(v1::ModelState::Failed) {
+    // A worker that takes whatever is held is not to give up for good over a load that failed beside its model: it waits for
+    // the next one.
+    let blamed = |_: &&Epoch| !model.is_empty() || !state.published;
+    if let Some(e) = other(v1::ModelState::Failed).filter(blamed) {
         let cause = e.failure.as_ref().map(ToString::to_string).unwrap_or_default();
         let text = format!("the load of model {:?} failed: {cause}", e.name);
         return Err(Message::refused(codes::MODEL_FAILED, text, 0));

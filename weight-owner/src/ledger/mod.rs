@@ -68,6 +68,8 @@ struct State {
     last_epoch: u64,
     last_lease: u64,
     sequence: u64,
+    /// Something was READY once.
+    published: bool,
     stopping: bool,
 }
 
@@ -195,6 +197,7 @@ impl Ledger {
         entry.loaded = loaded;
         entry.state = v1::ModelState::Ready;
         let name = entry.name.clone();
+        state.published = true;
         self.announce(&mut state, epoch);
         let old: Vec<u64> = state
             .epochs

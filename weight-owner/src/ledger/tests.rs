@@ -201,6 +201,19 @@ fn unloading_clears_failed_loads_and_watchers_hear_of_it() {
 }
 
 #[test]
+fn after_an_unload_a_failed_load_of_another_model_does_not_stand_for_all() {
+    let ledger = Arc::new(Ledger::default());
+    let failed = ledger.next_epoch();
+    ledger.begin(failed, "broken", Path::new("/broken"));
+    ledger.fail(failed, &Failure::model("truncated_file", "it ends early"));
+    assert_eq!(code(ledger.lease("", None, PEER, "w")), "model_failed", "nothing else was ever there");
+    load(&ledger, "m", 1);
+    ledger.drain("m", 0, 1, "unload").unwrap();
+    assert_eq!(code(ledger.lease("", None, PEER, "w")), "no_model");
+    assert_eq!(code(ledger.lease("broken", None, PEER, "w")), "model_failed");
+}
+
+#[test]
 fn a_block_without_its_model_is_called_that() {
     let ledger = Arc::new(Ledger::default());
     let epoch = load(&ledger, "block", 1);
