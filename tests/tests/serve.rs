@@ -154,6 +154,22 @@ fn a_killed_owner_is_started_again_and_the_worker_moves_to_its_copy() {
 }
 
 #[test]
+fn a_worker_that_was_taken_over_without_its_owner_moves_to_the_new_one() {
+    let sandbox = Sandbox::new();
+    let mut first = serve(&sandbox, &[]);
+    let before = ready(&sandbox);
+    first.kill();
+    signal_pid(pid(&before, "owner"), Signal::SIGKILL);
+    let second = serve(&sandbox, &[]);
+    let after = wait_for("a worker with a lease", START, || {
+        let status = sandbox.try_ctl(&["status"]).ok()?;
+        (status["worker"]["weights"] == "leased" && status["worker"]["state"] == "ready").then_some(status)
+    });
+    assert_ne!(pid(&after, "worker"), pid(&before, "worker"), "{}", second.log());
+    wait_for("the old worker's end", START, || (!alive(pid(&before, "worker"))).then_some(()));
+}
+
+#[test]
 fn a_worker_without_its_owner_is_called_an_orphan() {
     let sandbox = Sandbox::new();
     let mut owner = sandbox.owner();
