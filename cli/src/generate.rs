@@ -9,6 +9,8 @@ use crate::failure::Failure;
 
 /// Temperature unless one is given.
 const TEMPERATURE: f64 = 0.6;
+/// Nucleus unless one is given.
+const TOP_P: f64 = 0.9;
 
 /// Sampling flags. Temperature and nucleus have defaults that suit small models: at the API's own (1 and 1) a tail of tens of
 /// thousands of unlikely tokens is sampled too, and a 135M model drifts off within a sentence. The rest is left to the worker.
@@ -20,9 +22,9 @@ pub struct Sampling {
     /// Temperature; 0 always takes the most likely token [default: 0.6, 0 for dumps]
     #[arg(long = "temp", value_name = "T", value_parser = at_least_zero)]
     temperature: Option<f64>,
-    /// Nucleus sampling: keep the most likely tokens up to this probability mass
-    #[arg(long, value_name = "P", value_parser = probability, default_value_t = 0.9)]
-    top_p: f64,
+    /// Nucleus sampling: keep the most likely tokens up to this probability mass [default: 0.9]
+    #[arg(long, value_name = "P", value_parser = probability)]
+    top_p: Option<f64>,
     /// Keep the K most likely tokens; 0 keeps all
     #[arg(long, value_name = "K")]
     top_k: Option<u32>,
@@ -81,7 +83,7 @@ impl Sampling {
         let given = [
             ("max_tokens", self.max_tokens.map(Value::from)),
             ("temperature", Some(self.temperature.unwrap_or(TEMPERATURE).into())),
-            ("top_p", Some(self.top_p.into())),
+            ("top_p", Some(self.top_p.unwrap_or(TOP_P).into())),
             ("top_k", self.top_k.map(Value::from)),
             ("min_p", self.min_p.map(Value::from)),
             ("seed", self.seed.map(Value::from)),
@@ -100,6 +102,41 @@ impl Sampling {
         self.max_tokens
     }
 
+    /// The flags that were given, as they are spelled.
+    pub fn given(&self) -> Vec<&'static str> {
+        let all = [
+            ("-n", self.max_tokens.is_some()),
+            ("--temp", self.temperature.is_some()),
+            ("--stop", !self.stop.is_empty()),
+        ];
+        all.into_iter().chain(self.of_chance()).filter(|(_, given)| *given).map(|(flag, _)| flag).collect()
+    }
+
+    /// Flags that choose among tokens: nothing is left to choose at temperature 0.
+    fn of_chance(&self) -> [(&'static str, bool); 4] {
+        [
+            ("--top-p", self.top_p.is_some()),
+            ("--top-k", self.top_k.is_some()),
+            ("--min-p", self.min_p.is_some()),
+            ("--seed", self.seed.is_some()),
+        ]
+    }
+
+    /// Refuses flags that would be without effect in a dump, which is greedy unless a temperature is given.
+    ///
+    /// # Errors
+    /// Exit code 2, by the flag's name.
+    pub fn refuse_unused(&self) -> anyhow::Result<()> {
+        let greedy = self.temperature.is_none_or(|t| t <= 0.0);
+        match self.of_chance().into_iter().find(|(_, given)| *given && greedy) {
+            Some((flag, _)) => Err(Failure::error(
+                ds4_settings::EXIT_USAGE,
+                format!("{flag} has no effect on a greedy dump: give a --temp above 0, or leave it out"),
+            )),
+            None => Ok(()),
+        }
+    }
+
     /// For the debugging service, which has no stop strings; greedy unless a temperature was given.
     ///
     /// # Errors
@@ -111,7 +148,7 @@ impl Sampling {
         }
         Ok(self.temperature.filter(|t| *t > 0.0).map(|temperature| v1::Sampling {
             temperature: Some(temperature as f32),
-            top_p: Some(self.top_p as f32),
+            top_p: Some(self.top_p.unwrap_or(TOP_P) as f32),
             top_k: self.top_k,
             min_p: self.min_p.map(|p| p as f32),
             seed: self.seed,
@@ -134,6 +171,15 @@ impl Sampling {
         body.insert("prompt".into(), prompt.into());
         stream_body(body)
     }
+}
+
+/// The server's refusal in the words of the command line: it names fields that nobody typed.
+fn as_flags(body: &Value, error: anyhow::Error) -> anyhow::Error {
+    let text = format!("{error:#}");
+    if body.get("reasoning_effort").is_none() || !text.contains("`reasoning_effort`") {
+        return error;
+    }
+    Failure::error(Failure::code_of(&error), text.replace("`reasoning_effort`", "--thinking"))
 }
 
 fn stream_body(mut body: Map<String, Value>) -> Value {
@@ -206,7 +252,8 @@ impl Generation {
     /// Starts one: `/v1/chat/completions` or `/v1/completions` by the body's kind.
     pub async fn start(server: &Server, body: &Value) -> anyhow::Result<Self> {
         let path = if body.get("messages").is_some() { "/v1/chat/completions" } else { "/v1/completions" };
-        Ok(Self { events: server.stream(path, body).await?, summary: Summary::default() })
+        let events = server.stream(path, body).await.map_err(|e| as_flags(body, e))?;
+        Ok(Self { events, summary: Summary::default() })
     }
 
     /// The next piece, or `None` at the end.
@@ -255,7 +302,8 @@ mod tests {
 
     #[test]
     fn only_given_flags_reach_the_wire() {
-        let sampling = Sampling { temperature: Some(0.0), top_p: 0.5, stop: vec!["x".into()], ..Sampling::default() };
+        let sampling =
+            Sampling { temperature: Some(0.0), top_p: Some(0.5), stop: vec!["x".into()], ..Sampling::default() };
         let body = sampling.raw_body("hi");
         assert_eq!(body["temperature"], 0.0);
         assert_eq!(body["top_p"], 0.5);
@@ -269,11 +317,21 @@ mod tests {
     }
 
     #[test]
+    fn deepseek_v4_refusals_name_the_flag_that_was_typed() {
+        let refusal = || anyhow::anyhow!("400: `reasoning_effort`: the served model has no reasoning mode");
+        let thinking = Sampling { thinking: Some(Effort::High), ..Sampling::default() }.chat_body(&[]);
+        let shown = as_flags(&thinking, refusal()).to_string();
+        assert_eq!(shown, "400: --thinking: the served model has no reasoning mode");
+        let other = as_flags(&thinking, anyhow::anyhow!("400: the prompt is too long")).to_string();
+        assert_eq!(other, "400: the prompt is too long");
+    }
+
+    #[test]
     fn dumps_are_greedy_unless_told_otherwise() {
         assert_eq!(Sampling::default().for_dump().unwrap(), None);
         assert_eq!(Sampling { temperature: Some(0.0), ..Sampling::default() }.for_dump().unwrap(), None);
         assert_eq!(Sampling::default().raw_body("x")["temperature"], 0.6);
-        let warm = Sampling { temperature: Some(0.5), top_p: 0.25, seed: Some(7), ..Sampling::default() };
+        let warm = Sampling { temperature: Some(0.5), top_p: Some(0.25), seed: Some(7), ..Sampling::default() };
         let warm = warm.for_dump().unwrap().unwrap();
         assert_eq!((warm.temperature, warm.top_p, warm.seed), (Some(0.5), Some(0.25), Some(7)));
         let stop = Sampling { stop: vec!["x".into()], ..Sampling::default() };

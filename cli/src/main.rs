@@ -11,6 +11,7 @@ mod failure;
 mod generate;
 mod gguf;
 mod man;
+mod output;
 mod pull;
 mod run;
 mod serve;

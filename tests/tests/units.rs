@@ -64,6 +64,19 @@ fn m10_refusals_that_do_not_get_better_are_not_retried() {
 }
 
 #[test]
+fn a_worker_without_a_model_waits_and_does_not_use_up_its_starts() {
+    let text = std::fs::read_to_string(units().join("ds4-worker.service")).unwrap();
+    let number = |key: &str| {
+        let at = text.find(key).unwrap_or_else(|| panic!("no {key}")) + key.len();
+        let digits: String = text[at..].trim_start().chars().take_while(char::is_ascii_digit).collect();
+        digits.parse::<u64>().unwrap()
+    };
+    let wait = number("--owner-wait ");
+    assert!(wait < number("\nTimeoutStartSec="), "systemd must not take the wait for a hang");
+    assert!(number("\nStartLimitIntervalSec=") / wait < number("\nStartLimitBurst="));
+}
+
+#[test]
 fn the_kernel_takes_a_worker_before_the_owner() {
     let score = |name: &str| {
         let text = std::fs::read_to_string(units().join(name)).unwrap();

@@ -31,6 +31,15 @@ const SERVICE: &str = "ds4.v1.Owner";
 /// # Errors
 /// It cannot start, or a model given at start cannot be loaded (unless told to keep going).
 pub async fn run(options: Options) -> Result<(), Failure> {
+    let result = live(options).await;
+    if let Err(failure) = &result {
+        // The last words of a start that failed: without them a supervisor knows only which stage it was in.
+        notify(&[NotifyState::Status(&failure.to_string().replace('\n', " "))]);
+    }
+    result
+}
+
+async fn live(options: Options) -> Result<(), Failure> {
     let signals = |e| Failure::other("signals", format!("cannot handle signals: {e}"));
     let mut terminate = Terminate {
         term: signal(SignalKind::terminate()).map_err(signals)?,

@@ -27,6 +27,15 @@ const FLUSH: Duration = Duration::from_secs(2);
 /// # Errors
 /// Whatever ends a worker otherwise, with its exit code.
 pub fn run(options: Options, started: Instant, runtime: &Runtime) -> Result<(), Failure> {
+    let result = live(options, started, runtime);
+    if let Err(failure) = &result {
+        // Its last words, for the supervisor to repeat.
+        notify(&[NotifyState::Status(&failure.to_string().replace('\n', " "))]);
+    }
+    result
+}
+
+fn live(options: Options, started: Instant, runtime: &Runtime) -> Result<(), Failure> {
     // Before the long part, so that a signal during it is not lost and a taken port is found at once.
     let mut signals = runtime.block_on(async { Signals::new() })?;
     let http = Http::open(&options)?;

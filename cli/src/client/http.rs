@@ -56,6 +56,11 @@ fn error_text(body: &[u8]) -> String {
     }
 }
 
+/// A worker that went away while it answered.
+fn gone(why: String) -> anyhow::Error {
+    Failure::error(EXIT_PEER, why)
+}
+
 /// The connection's driver; ends with its owner.
 struct Connection(JoinHandle<()>);
 
@@ -180,11 +185,16 @@ impl Events {
             }
             match self.body.frame().await {
                 Some(frame) => {
-                    if let Ok(data) = frame.context("the connection broke inside the stream")?.into_data() {
+                    let broke =
+                        |e| gone(format!("the connection broke inside the stream: the worker died or closed it ({e})"));
+                    if let Ok(data) = frame.map_err(broke)?.into_data() {
                         self.lines.push(&data);
                     }
                 }
-                None => bail!("the stream ended before its end was announced: the worker died or dropped the request"),
+                None => {
+                    let why = "the stream ended before its end was announced: the worker died or dropped the request";
+                    return Err(gone(why.into()));
+                }
             }
         }
     }

@@ -49,7 +49,7 @@ impl WorkerArgs {
             return Server::parse(url);
         }
         let dir = self.runtime.dir();
-        let status = control::worker_status(&dir).await.map_err(|e| no_worker(&dir, &e))?;
+        let status = control::ready_worker(&dir).await.map_err(|e| no_worker(&dir, &e))?;
         let address: SocketAddr = status.http.parse().map_err(|e| {
             Failure::error(EXIT_PEER, format!("the worker reports the HTTP address `{}`: {e}", status.http))
         })?;
@@ -64,6 +64,7 @@ impl RuntimeArgs {
     /// Exit code 3 when no worker answers, with how to start one.
     pub async fn debug(&self) -> anyhow::Result<DebugClient<Channel>> {
         let dir = self.dir();
+        control::ready_worker(&dir).await.map_err(|e| no_worker(&dir, &e))?;
         debug::connect(&dir).await.map_err(|e| no_worker(&dir, &e))
     }
 }
@@ -87,6 +88,10 @@ impl WorkerArgs {
 }
 
 fn no_worker(dir: &Path, error: &anyhow::Error) -> anyhow::Error {
+    if let Some(pid) = crate::serve::supervisor(dir) {
+        let text = format!("`ds4 serve` (pid {pid}) supervises {}, but no worker is ready: {error:#}", dir.display());
+        return Failure::error(EXIT_PEER, text);
+    }
     Failure::error(
         EXIT_PEER,
         format!(

@@ -36,10 +36,14 @@ const POLL: Duration = Duration::from_millis(20);
 
 /// Drains the worker and waits until another process answers as ready.
 pub(super) async fn restart(dir: &Path, out: Output, args: &RestartArgs) -> anyhow::Result<()> {
-    let old = control::worker_status(dir).await?;
+    let old = control::ready_worker(dir).await?;
     let target = Target::of(old.pid)?;
-    let request = v1::DrainRequest { deadline_s: args.deadline.unwrap_or(0) };
-    control::worker(dir).await?.drain(request).await.map_err(control::status)?;
+    // One that dies meanwhile needs no drain.
+    if let Err(error) = drain(dir, args.deadline).await
+        && target.alive()
+    {
+        return Err(error);
+    }
     // However long its requests take: the deadline is the worker's.
     target.gone().await;
     let begun = Instant::now();
@@ -68,6 +72,12 @@ pub(super) async fn restart(dir: &Path, out: Output, args: &RestartArgs) -> anyh
         }
         tokio::time::sleep(POLL).await;
     }
+}
+
+/// Asks the worker to finish its requests and exit.
+pub(super) async fn drain(dir: &Path, deadline: Option<u32>) -> anyhow::Result<v1::DrainReply> {
+    let request = v1::DrainRequest { deadline_s: deadline.unwrap_or(0) };
+    Ok(control::worker(dir).await?.drain(request).await.map_err(control::status)?.into_inner())
 }
 
 /// Ends the supervisor, which ends the others; without one, the worker and then the owner.

@@ -6,6 +6,7 @@ pub mod render;
 
 pub use load::{byte_bar, exit_code as load_exit_code};
 
+use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::Path;
 
@@ -15,6 +16,7 @@ use ds4_proto::v1;
 use serde_json::{Value, json};
 
 use crate::client::{RuntimeArgs, control};
+use crate::serve::{needs, orphan};
 use render::{Cell, age, bytes, cell, object, sheet, table};
 
 /// `ds4 ctl`.
@@ -39,7 +41,8 @@ enum CtlCommand {
     Leases,
     /// Load a model into the owner and follow its progress
     Load(load::LoadArgs),
-    /// Give a model's memory back once its workers have left
+    /// Give a model's memory back once its workers have left, or clear its FAILED load. Under `ds4 serve` the worker then waits
+    /// for the next model
     Unload {
         /// Model name, as `ds4 ctl models` shows it
         model: String,
@@ -60,7 +63,7 @@ enum CtlCommand {
     },
     /// End worker, owner and supervisor, in that order
     Stop(lifecycle::StopArgs),
-    /// Print each change of a model's state as it happens
+    /// Print each change of a model's state as it happens; with --json also each lease that comes or goes
     Watch,
 }
 
@@ -82,16 +85,24 @@ pub async fn ctl(args: CtlArgs) -> anyhow::Result<()> {
                 deadline_s: deadline.unwrap_or(0),
             };
             let reply = control::owner(&dir).await?.unload(request).await.map_err(control::status)?.into_inner();
-            let text = format!(
+            let mut text = format!(
                 "{model}: {} epoch(s) given back, {} lease(s) waited for.",
                 reply.epochs, reply.leases_waited_for
             );
-            out.object(json!({"epochs": reply.epochs, "leases_waited_for": reply.leases_waited_for}), &text)
+            let left = control::models(&dir).await?.iter().any(|m| needs::alive(m) && needs::servable(m));
+            if !left && crate::serve::supervisor(&dir).is_some() {
+                text.push_str(
+                    "\nNothing is served now, and requests wait: `ds4 ctl load FILE.gguf` gives the worker its next model.",
+                );
+            }
+            let value =
+                json!({"epochs": reply.epochs, "leases_waited_for": reply.leases_waited_for, "model_left": left});
+            out.object(value, &text)
         }
         CtlCommand::Restart(args) => lifecycle::restart(&dir, out, &args).await,
         CtlCommand::Drain { deadline } => {
-            let request = v1::DrainRequest { deadline_s: deadline.unwrap_or(0) };
-            let reply = control::worker(&dir).await?.drain(request).await.map_err(control::status)?.into_inner();
+            control::ready_worker(&dir).await?;
+            let reply = lifecycle::drain(&dir, deadline).await?;
             let text = format!("Draining: {} running, {} queued.", reply.running, reply.queued);
             out.object(json!({"running": reply.running, "queued": reply.queued}), &text)
         }
@@ -214,6 +225,18 @@ fn worker_cells(s: &v1::WorkerStatusReply) -> Vec<Cell> {
     ]
 }
 
+/// Whose memory the worker has mapped. `leases` are those of the running owner.
+fn weights_cell(worker: &v1::WorkerStatusReply, leases: Option<&[v1::Lease]>) -> Cell {
+    match leases {
+        Some(leases) if !orphan::is_orphan(worker, leases) => cell("weights", "leased").shown("leased from the owner"),
+        Some(_) => cell("weights", "orphaned").shown(
+            "of an owner that is gone, held beside this one's; `ds4 serve` replaces such a worker by itself once the same \
+             model is READY, `ds4 ctl restart` does it by hand",
+        ),
+        None => cell("weights", "orphaned").shown("of an owner that is gone; served on, but not for a successor"),
+    }
+}
+
 /// Owner, worker and models; fails with exit code 3 only when neither process answers.
 async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
     let (owner, worker) = tokio::join!(control::owner_status(dir), control::worker_status(dir));
@@ -221,8 +244,16 @@ async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
         let text = format!("nothing runs in {} ({error:#}); start it with `ds4 serve`", dir.display());
         return Err(crate::failure::Failure::error(ds4_settings::EXIT_PEER, text));
     }
-    let models = if owner.is_ok() { control::models(dir).await? } else { Vec::new() };
+    let (models, leases) = match &owner {
+        Ok(_) => tokio::try_join!(control::models(dir), control::leases(dir))?,
+        Err(_) => (Vec::new(), Vec::new()),
+    };
     let supervisor = crate::serve::supervisor(dir);
+    let worker_cells = |s: &v1::WorkerStatusReply| {
+        let mut cells = worker_cells(s);
+        cells.push(weights_cell(s, owner.as_ref().ok().map(|_| leases.as_slice())));
+        cells
+    };
     let value = json!({
         "owner": owner.as_ref().ok().map(|s| object(&owner_cells(s))),
         "worker": worker.as_ref().ok().map(|s| object(&worker_cells(s))),
@@ -236,6 +267,11 @@ async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
     let text = [
         part("owner", owner.as_ref().map(owner_cells)),
         part("worker", worker.as_ref().map(worker_cells)),
+        if supervisor.is_some() && worker.is_err() && !models.iter().any(|m| needs::alive(m) && needs::servable(m)) {
+            "  it waits for a model: `ds4 ctl load FILE.gguf`\n".into()
+        } else {
+            String::new()
+        },
         supervisor.map(|pid| format!("supervised by `ds4 serve` (pid {pid})\n")).unwrap_or_default(),
         table(&model_rows(&models)),
     ]
@@ -244,7 +280,7 @@ async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
 }
 
 async fn leases(dir: &Path, out: Output) -> anyhow::Result<()> {
-    let reply = control::owner(dir).await?.leases(v1::LeasesRequest {}).await.map_err(control::status)?.into_inner();
+    let leases = control::leases(dir).await?;
     let row = |l: &v1::Lease| {
         vec![
             cell("id", l.id),
@@ -256,11 +292,20 @@ async fn leases(dir: &Path, out: Output) -> anyhow::Result<()> {
             cell("client", l.client.as_str()),
         ]
     };
-    out.rows("leases", &reply.leases.iter().map(row).collect::<Vec<_>>(), "No process holds a lease.")
+    let orphan = control::worker_status(dir).await.ok().filter(|w| orphan::is_orphan(w, &leases));
+    if let Some(worker) = orphan.filter(|_| !out.json) {
+        eprintln!(
+            "The worker (pid {}) holds no lease: it uses the weights of an owner that is gone (`ds4 ctl status`).",
+            worker.pid
+        );
+    }
+    out.rows("leases", &leases.iter().map(row).collect::<Vec<_>>(), "No process holds a lease.")
 }
 
 async fn watch(dir: &Path, out: Output) -> anyhow::Result<()> {
     let mut events = control::owner(dir).await?.watch(v1::WatchRequest {}).await.map_err(control::status)?.into_inner();
+    // The owner also reports leases that come and go, which are fields of the JSON and nothing new in the text.
+    let mut shown: BTreeMap<u64, String> = BTreeMap::new();
     while let Some(event) = events.message().await.map_err(control::status)? {
         let model = event.model.context("the owner sent an event without a model")?;
         let mut cells = vec![cell("sequence", event.sequence)];
@@ -269,7 +314,11 @@ async fn watch(dir: &Path, out: Output) -> anyhow::Result<()> {
         if !model.error.is_empty() {
             text.push_str(&format!(" ({}: {})", model.error_code, model.error));
         }
-        out.object(object(&cells), &text)?;
+        let epoch = model.epoch;
+        if out.json || shown.get(&epoch) != Some(&text) {
+            out.object(object(&cells), &text)?;
+            shown.insert(epoch, text);
+        }
     }
     Ok(())
 }

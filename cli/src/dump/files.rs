@@ -5,8 +5,6 @@
 //! (`ds4-official-logprobs-v1`), so that `ds4 eval vectors` reads it back. Logits and log-probabilities that are not finite
 //! are `null` in JSON.
 
-use std::path::Path;
-
 use anyhow::Context as _;
 use ds4_proto::v1;
 use serde::Serialize;
@@ -14,6 +12,7 @@ use serde::Serialize;
 use super::Source;
 use super::npy;
 use crate::generate::Effort;
+use crate::output::Target;
 
 /// A token as files have it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -121,8 +120,8 @@ impl<'a> LogprobsFile<'a> {
     }
 
     /// Writes it.
-    pub fn write(&self, path: &Path) -> anyhow::Result<()> {
-        write(path, &json(self)?)
+    pub fn write(&self, to: &Target) -> anyhow::Result<()> {
+        to.write(&json(self)?)
     }
 }
 
@@ -153,7 +152,7 @@ impl<'a> LogitsFile<'a> {
         Ok(Self {
             bytes: &step.logits,
             head: LogitsJson {
-                schema: "ds4-logits-v1",
+                schema: crate::eval::SCHEMA_LOGITS,
                 source: concat!("ds4 ", env!("CARGO_PKG_VERSION")),
                 model: &begin.model,
                 blake3: &begin.blake3,
@@ -173,9 +172,8 @@ impl<'a> LogitsFile<'a> {
     }
 
     /// Writes it in the format of its name.
-    pub fn write(&self, path: &Path) -> anyhow::Result<()> {
-        let numpy = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("npy"));
-        write(path, &if numpy { npy::row(self.bytes) } else { json(&self.head)? })
+    pub fn write(&self, to: &Target) -> anyhow::Result<()> {
+        to.write(&if to.ends_with("npy") { npy::row(self.bytes) } else { json(&self.head)? })
     }
 }
 
@@ -183,10 +181,6 @@ fn json(value: &impl Serialize) -> anyhow::Result<Vec<u8>> {
     let mut bytes = serde_json::to_vec(value)?;
     bytes.push(b'\n');
     Ok(bytes)
-}
-
-fn write(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
-    std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
 #[cfg(test)]
@@ -218,8 +212,8 @@ mod tests {
         let file = LogitsFile::of(&begin, &step).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let (as_json, as_npy) = (dir.path().join("x.json"), dir.path().join("x.NPY"));
-        file.write(&as_json).unwrap();
-        file.write(&as_npy).unwrap();
+        file.write(&Target::of(&as_json).unwrap()).unwrap();
+        file.write(&Target::of(&as_npy).unwrap()).unwrap();
         let text = std::fs::read_to_string(&as_json).unwrap();
         assert!(
             text.contains(r#""logits":[0.1,-3.4028235e+38,null]"#) || text.contains(r#"[0.1,-3.4028235e38,null]"#),
@@ -243,7 +237,7 @@ mod tests {
         let file = LogprobsFile::of(&begin, &source, Vec::new(), steps, "length");
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("steps.json");
-        file.write(&path).unwrap();
+        file.write(&Target::of(&path).unwrap()).unwrap();
         let cases = crate::eval::read_json(&path).unwrap();
         assert_eq!((cases.prompt.as_str(), cases.system.as_deref(), cases.raw), ("say hi", Some("s"), false));
         assert_eq!(cases.thinking, Some(Effort::High));

@@ -5,7 +5,7 @@ mod npy;
 pub mod shown;
 
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -18,11 +18,14 @@ use crate::client::{WorkerArgs, control};
 use crate::ctl::render::{cell, table};
 use crate::failure::Failure;
 use crate::generate::{Effort, Sampling};
+use crate::output::Target;
 use files::{LogitsFile, LogprobsFile, StepEntry};
 use shown::{hex, readable};
 
 /// Most likely tokens that `--dump-logits` prints.
 const PRINTED: u32 = 10;
+/// Alternatives a step in `--dump-logprobs` unless a number is given.
+const RIVALS: u32 = 20;
 /// Most alternatives a step that the debugging service reports.
 const MAX_TOP_K: u32 = 1000;
 
@@ -35,15 +38,16 @@ pub struct DumpArgs {
     /// Print the prompt's token ids with their bytes, one a line, and compute nothing
     #[arg(help_heading = HEADING, long, conflicts_with_all = ["dump_logits", "dump_logprobs", "stats"])]
     dump_tokens: bool,
-    /// Write all logits after the prompt: .npy for NumPy (little-endian f32), else JSON; prints the most likely tokens
+    /// Write all logits after the prompt: .npy for NumPy (little-endian f32), else JSON, `-` to standard output; prints the
+    /// most likely tokens
     #[arg(help_heading = HEADING, long, value_name = "FILE", conflicts_with = "stats")]
     dump_logits: Option<PathBuf>,
-    /// Write each generated token with its log-probability and its most likely rivals, as JSON
+    /// Write each generated token with its log-probability and its most likely rivals, as JSON; `-` is standard output
     #[arg(help_heading = HEADING, long, value_name = "FILE", conflicts_with = "stats")]
     dump_logprobs: Option<PathBuf>,
-    /// Rivals a step in --dump-logprobs, at most 1000
-    #[arg(help_heading = HEADING, long, value_name = "K", default_value_t = 20, value_parser = clap::value_parser!(u32).range(0..=i64::from(MAX_TOP_K)))]
-    logprobs_top_k: u32,
+    /// Rivals a step in --dump-logprobs, at most 1000 [default: 20]
+    #[arg(help_heading = HEADING, long, value_name = "K", requires = "dump_logprobs", value_parser = clap::value_parser!(u32).range(0..=i64::from(MAX_TOP_K)))]
+    logprobs_top_k: Option<u32>,
     /// In --dump-logprobs, also the tokens of the prompt from the second on
     #[arg(help_heading = HEADING, long, requires = "dump_logprobs")]
     logprobs_prompt: bool,
@@ -87,19 +91,57 @@ impl DumpArgs {
         self.dump_tokens || self.dump_logits.is_some() || self.dump_logprobs.is_some() || self.json
     }
 
-    /// Refuses what would only fail after the work is done.
-    fn check(&self) -> anyhow::Result<()> {
+    fn rivals(&self) -> u32 {
+        self.logprobs_top_k.unwrap_or(RIVALS)
+    }
+
+    /// Where the files go; refuses what would only fail after the work is done, and flags that would be without effect.
+    fn targets(&self, sampling: &Sampling) -> anyhow::Result<Targets> {
+        let refused = |why: String| Err(Failure::error(EXIT_USAGE, why));
         if self.json && !self.dump_tokens && self.dump_logits.is_none() && self.dump_logprobs.is_none() {
-            return Err(Failure::error(EXIT_USAGE, "--json goes with --dump-tokens, --dump-logits or --dump-logprobs"));
+            return refused("--json goes with --dump-tokens, --dump-logits or --dump-logprobs".into());
         }
-        for path in [&self.dump_logits, &self.dump_logprobs].into_iter().flatten() {
-            let dir = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
-            if !dir.is_dir() || path.is_dir() {
-                let why = if path.is_dir() { "is a directory" } else { "lies in no directory that exists" };
-                return Err(Failure::error(EXIT_USAGE, format!("{} {why}: give a file to write", path.display())));
+        // clap drops a requirement that conflicts with what was given.
+        if self.dump_tokens && (self.logprobs_prompt || self.logprobs_top_k.is_some()) {
+            return refused("--logprobs-prompt and --logprobs-top-k go with --dump-logprobs".into());
+        }
+        match (&self.dump_logprobs, sampling.given().first()) {
+            (None, Some(flag)) => {
+                return refused(format!("{flag} has no effect without --dump-logprobs: nothing is generated"));
             }
+            (Some(_), _) => sampling.refuse_unused()?,
+            (None, None) => {}
         }
-        Ok(())
+        let target = |path: &Option<PathBuf>| path.as_deref().map(Target::of).transpose();
+        let targets = Targets { logits: target(&self.dump_logits)?, logprobs: target(&self.dump_logprobs)? };
+        if targets.logits.is_some() && targets.logits == targets.logprobs {
+            return refused("--dump-logits and --dump-logprobs would go to the same place: give two files".into());
+        }
+        if self.json && targets.stdout() {
+            return refused(
+                "--json prints to standard output, and so does a dump to `-`: give a file or leave --json out".into(),
+            );
+        }
+        Ok(targets)
+    }
+}
+
+/// Where the files of a dump go.
+#[derive(Debug)]
+struct Targets {
+    logits: Option<Target>,
+    logprobs: Option<Target>,
+}
+
+impl Targets {
+    /// Whether a dump goes to standard output, which then carries nothing else.
+    fn stdout(&self) -> bool {
+        [&self.logits, &self.logprobs].into_iter().flatten().any(|t| *t == Target::Stdout)
+    }
+
+    /// What is said beside the files.
+    fn say(&self, bytes: &[u8]) -> anyhow::Result<()> {
+        if self.stdout() { Ok(std::io::stderr().write_all(bytes)?) } else { print_bytes(bytes) }
     }
 }
 
@@ -113,7 +155,7 @@ pub async fn dump(
     sampling: &Sampling,
     worker: &WorkerArgs,
 ) -> anyhow::Result<ExitCode> {
-    args.check()?;
+    let targets = args.targets(sampling)?;
     let sampled = sampling.for_dump()?;
     let mut client = worker.debug().await?;
     if args.dump_tokens {
@@ -132,13 +174,13 @@ pub async fn dump(
     let request = v1::ScoreRequest {
         prompt: Some(source.prompt()),
         steps: if args.dump_logprobs.is_none() { 1 } else { sampling.max_tokens().unwrap_or(0) },
-        top_k: args.logprobs_top_k.max(if args.dump_logits.is_some() { PRINTED } else { 0 }),
+        top_k: args.rivals().max(if args.dump_logits.is_some() { PRINTED } else { 0 }),
         logits: args.dump_logits.is_some(),
         past_end: false,
         sampling: sampled,
         positions,
     };
-    let work = write(args, source, Scores::start(&mut client, request).await?);
+    let work = write(args, &targets, source, Scores::start(&mut client, request).await?);
     tokio::select! {
         result = work => result.map(|()| ExitCode::SUCCESS),
         _ = tokio::signal::ctrl_c() => Ok(ExitCode::from(130)),
@@ -146,8 +188,8 @@ pub async fn dump(
 }
 
 /// Follows the steps and writes the files.
-async fn write(args: &DumpArgs, source: &Source<'_>, mut scores: Scores) -> anyhow::Result<()> {
-    let k = usize::try_from(args.logprobs_top_k).unwrap_or(usize::MAX);
+async fn write(args: &DumpArgs, targets: &Targets, source: &Source<'_>, mut scores: Scores) -> anyhow::Result<()> {
+    let k = usize::try_from(args.rivals()).unwrap_or(usize::MAX);
     let (mut prompt_steps, mut steps) = (Vec::new(), Vec::new());
     let mut first = None;
     while let Some(step) = scores.next().await? {
@@ -159,42 +201,48 @@ async fn write(args: &DumpArgs, source: &Source<'_>, mut scores: Scores) -> anyh
         }
         if args.dump_logprobs.is_some() && !args.json {
             let token = step.token.as_ref().filter(|t| !t.control);
-            print_bytes(token.map_or(&[][..], |t| &t.bytes))?;
+            targets.say(token.map_or(&[][..], |t| &t.bytes))?;
         }
         steps.push(entry);
         first.get_or_insert(step);
     }
     let step = first.context("the worker gave no step")?;
     if args.dump_logprobs.is_some() && !args.json {
-        print("\n")?;
+        targets.say(b"\n")?;
     }
     let mut report = serde_json::Map::new();
     report.insert("model".into(), scores.begin.model.as_str().into());
     report.insert("prompt_tokens".into(), scores.begin.prompt.len().into());
-    if let Some(path) = &args.dump_logits {
+    if let Some(to) = &targets.logits {
         let file = LogitsFile::of(&scores.begin, &step)?;
-        file.write(path)?;
+        file.write(to)?;
         let top = usize::try_from(PRINTED).unwrap_or(usize::MAX);
         let best = &step.top[..step.top.len().min(top)];
         if args.json {
-            report.insert("logits".into(), json!({"file": path, "count": file.len(), "not_finite": step.not_finite}));
+            report.insert(
+                "logits".into(),
+                json!({"file": args.dump_logits, "count": file.len(), "not_finite": step.not_finite}),
+            );
             report.insert("top".into(), best.iter().map(candidate_json).collect());
         } else {
-            print(&candidates_text(best))?;
-            eprintln!("{} logits in {}", file.len(), path.display());
+            targets.say(candidates_text(best).as_bytes())?;
+            eprintln!("{} logits in {to}", file.len());
             if step.not_finite > 0 {
                 eprintln!("{} of them are not finite", step.not_finite);
             }
         }
     }
-    if let Some(path) = &args.dump_logprobs {
+    if let Some(to) = &targets.logprobs {
         let reason = scores.reason().to_owned();
         let file = LogprobsFile::of(&scores.begin, source, prompt_steps, steps, &reason);
-        file.write(path)?;
+        file.write(to)?;
         if args.json {
-            report.insert("logprobs".into(), json!({"file": path, "steps": file.steps.len(), "finish_reason": reason}));
+            report.insert(
+                "logprobs".into(),
+                json!({"file": args.dump_logprobs, "steps": file.steps.len(), "finish_reason": reason}),
+            );
         } else {
-            eprintln!("{} steps in {} (ended by {reason})", file.steps.len(), path.display());
+            eprintln!("{} steps in {to} (ended by {reason})", file.steps.len());
         }
     }
     if args.json { print(&format!("{}\n", Value::from(report))) } else { Ok(()) }
@@ -274,14 +322,59 @@ mod tests {
     #[test]
     fn what_cannot_end_well_is_refused_before_it_begins() {
         let to = |path: &str| DumpArgs { dump_logits: Some(path.into()), ..DumpArgs::default() };
-        assert!(to("x.npy").check().is_ok());
-        for path in ["/nonexistent-dir/x.json", "/"] {
-            let e = to(path).check().unwrap_err();
+        let none = Sampling::default();
+        assert!(to("x.npy").targets(&none).is_ok());
+        assert!(to("-").targets(&none).unwrap().stdout());
+        let twice = |path: &str| DumpArgs { dump_logprobs: Some(path.into()), ..to(path) };
+        for (args, says) in [
+            (to("/nonexistent-dir/x.json"), "/nonexistent-dir/x.json"),
+            (to("/"), "/ is a directory"),
+            (DumpArgs { json: true, ..DumpArgs::default() }, "--dump-tokens"),
+            (DumpArgs { json: true, ..to("-") }, "--json"),
+            (twice("-"), "same place"),
+            (twice("./x"), "same place"),
+        ] {
+            let e = args.targets(&none).unwrap_err();
             assert_eq!(Failure::code_of(&e), EXIT_USAGE);
-            assert!(e.to_string().contains(path), "{e}");
+            assert!(e.to_string().contains(says), "{e}");
         }
-        let lonely = DumpArgs { json: true, ..DumpArgs::default() };
-        assert!(lonely.wanted() && lonely.check().unwrap_err().to_string().contains("--dump-tokens"));
+    }
+
+    #[test]
+    fn deepseek_v4_flags_without_effect_on_a_dump_are_refused() {
+        #[derive(clap::Parser)]
+        struct Cli {
+            #[command(flatten)]
+            dump: DumpArgs,
+            #[command(flatten)]
+            sampling: Sampling,
+        }
+        let given = |flags: &str| {
+            let cli = <Cli as clap::Parser>::try_parse_from(["x"].into_iter().chain(flags.split(' ')));
+            cli.map_err(|e| e.to_string())
+                .and_then(|c| c.dump.targets(&c.sampling).map_err(|e| e.to_string()).map(drop))
+        };
+        for flag in ["-n 5", "--temp 0", "--top-p 0.5", "--top-k 3", "--min-p 0.1", "--seed 1", "--stop x"] {
+            for dump in ["--dump-tokens", "--dump-logits x"] {
+                let e = given(&format!("{dump} {flag}")).unwrap_err();
+                assert!(e.contains("nothing is generated"), "{dump} {flag}: {e}");
+            }
+        }
+        for ok in ["-n 5", "--temp 0", "--temp 0.5 --top-p 0.5 --seed 3 --min-p 0.1 --top-k 9", "--logprobs-top-k 3"] {
+            assert_eq!(given(&format!("--dump-logprobs x {ok}")), Ok(()), "{ok}");
+            assert_eq!(given(&format!("--dump-logprobs x --dump-logits y {ok}")), Ok(()), "{ok}");
+        }
+        for flag in ["--top-p 0.5", "--top-k 3", "--min-p 0.1", "--seed 1"] {
+            for greedy in ["", "--temp 0 "] {
+                let e = given(&format!("--dump-logprobs x {greedy}{flag}")).unwrap_err();
+                assert!(e.contains("--temp"), "{flag}: {e}");
+            }
+        }
+        for flag in ["--logprobs-top-k 5", "--logprobs-prompt"] {
+            for dump in ["--dump-tokens", "--dump-logits x"] {
+                assert!(given(&format!("{dump} {flag}")).unwrap_err().contains("--dump-logprobs"), "{dump} {flag}");
+            }
+        }
     }
 
     #[test]

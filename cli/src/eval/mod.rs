@@ -16,6 +16,8 @@ pub use official::read as read_json;
 
 /// Schema of `ds4 run --dump-logprobs`.
 pub const SCHEMA_DUMP: &str = "ds4-logprobs-v1";
+/// Schema of `ds4 run --dump-logits`, which is no vector.
+pub const SCHEMA_LOGITS: &str = "ds4-logits-v1";
 
 /// `ds4 eval`.
 #[derive(clap::Args)]

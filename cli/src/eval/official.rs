@@ -8,15 +8,19 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::SCHEMA_DUMP;
 use super::case::{Case, Step, UNKNOWN, malformed, read_text};
+use super::{SCHEMA_DUMP, SCHEMA_LOGITS};
 use crate::generate::Effort;
 
 const SCHEMAS: [&str; 3] = ["ds4-official-logprobs-v1", "ds4-official-logprobs-v2", SCHEMA_DUMP];
 
 #[derive(Deserialize)]
-struct File {
+struct Schema {
     schema: String,
+}
+
+#[derive(Deserialize)]
+struct File {
     id: Option<String>,
     prompt: String,
     system: Option<String>,
@@ -75,11 +79,16 @@ impl Token {
 /// Exit code 2, with file and line.
 pub fn read(path: &Path) -> anyhow::Result<Case> {
     let text = read_text(path)?;
-    let file: File = serde_json::from_str(&text).map_err(|e| malformed(path, e.line().max(1), e))?;
-    if !SCHEMAS.contains(&file.schema.as_str()) {
-        let what = format!("schema {:?} is none of {}", file.schema, SCHEMAS.join(", "));
+    let parsed = |e: serde_json::Error| malformed(path, e.line().max(1), e);
+    // First, since it says which fields there are.
+    let Schema { schema } = serde_json::from_str(&text).map_err(parsed)?;
+    if !SCHEMAS.contains(&schema.as_str()) {
+        let hint =
+            if schema == SCHEMA_LOGITS { ": --dump-logits has no steps to score, --dump-logprobs has" } else { "" };
+        let what = format!("schema {schema:?} is none of {}{hint}", SCHEMAS.join(", "));
         return Err(malformed(path, line_of(&text, "\"schema\""), what));
     }
+    let file: File = serde_json::from_str(&text).map_err(parsed)?;
     let bad_step = |what: String| malformed(path, line_of(&text, "\"steps\""), what);
     if file.steps.is_empty() {
         return Err(bad_step("a case needs at least one step".into()));
@@ -172,6 +181,8 @@ mod tests {
             let e = parsed(&text).unwrap_err();
             assert!(e.contains(&format!("some.official.json:{line}: ")) && e.contains(wanted), "{wanted}: {e}");
         }
+        let logits = parsed(r#"{"schema":"ds4-logits-v1","model":"m","logits":[0.5]}"#).unwrap_err();
+        assert!(logits.contains("\"ds4-logits-v1\" is none of") && logits.contains("--dump-logprobs"), "{logits}");
         let empty = r#"{"schema":"ds4-logprobs-v1","prompt":"p","steps":[]}"#;
         assert!(parsed(empty).unwrap_err().contains("at least one step"));
     }

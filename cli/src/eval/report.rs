@@ -6,6 +6,9 @@ use super::score::Problem;
 use crate::ctl::render::{cell, table};
 use crate::dump::shown::hex;
 
+/// Problems of a case that a person is shown: a step can have a thousand.
+const PRINTED: usize = 10;
+
 /// What became of a case.
 #[derive(Debug, PartialEq)]
 pub enum Outcome {
@@ -101,11 +104,11 @@ impl Line {
     }
 }
 
-/// All cases as JSON.
+/// All cases as JSON. The model is unknown (empty) when it refused every case.
 pub fn json(model: &str, lines: &[Line]) -> Value {
     let count = |verdict: &str| lines.iter().filter(|l| l.verdict() == verdict).count();
     json!({
-        "model": model,
+        "model": Some(model).filter(|m| !m.is_empty()),
         "passed": count("pass"),
         "failed": lines.iter().filter(|l| l.failed()).count(),
         "skipped": count("skipped"),
@@ -130,10 +133,14 @@ pub fn text(model: &str, lines: &[Line]) -> String {
         match &line.outcome {
             Outcome::Refused(why) => text.push_str(&format!("{}: {why}\n", line.id)),
             Outcome::Scored { steps, .. } => {
-                for (at, step) in steps.iter().enumerate() {
-                    for problem in &step.problems {
-                        text.push_str(&format!("{} step {at}: {problem}\n", line.id));
-                    }
+                let numbered = steps.iter().enumerate();
+                let mut problems = numbered.flat_map(|(at, step)| step.problems.iter().map(move |p| (at, p)));
+                for (at, problem) in problems.by_ref().take(PRINTED) {
+                    text.push_str(&format!("{} step {at}: {problem}\n", line.id));
+                }
+                match problems.count() {
+                    0 => {}
+                    more => text.push_str(&format!("{}: {more} more problems; --json has them all\n", line.id)),
                 }
             }
             Outcome::Skipped => {}
@@ -141,7 +148,8 @@ pub fn text(model: &str, lines: &[Line]) -> String {
     }
     let scored = lines.iter().filter(|l| l.verdict() != "skipped").count();
     let passed = lines.iter().filter(|l| l.verdict() == "pass").count();
-    text + &format!("{model}: {passed} of {scored} cases pass\n")
+    let model = if model.is_empty() { String::new() } else { format!("{model}: ") };
+    text + &format!("{model}{passed} of {scored} cases pass\n")
 }
 
 #[cfg(test)]
@@ -180,10 +188,31 @@ mod tests {
     }
 
     #[test]
+    fn deepseek_v4_a_person_is_not_flooded_with_problems() {
+        let problem = |n: usize| Problem::NotInTop { candidate: format!("c{n}").into_bytes(), top: 1 };
+        let step = |range: std::ops::Range<usize>| ScoredStep {
+            token: b"16".to_vec(),
+            logprob: -0.5,
+            problems: range.map(problem).collect(),
+        };
+        let outcome = |steps| Outcome::Scored { prompt_tokens: 1, steps };
+        let line = |id: &str, steps| Line { id: id.into(), recorded_prompt_tokens: None, outcome: outcome(steps) };
+        let lines = [line("few", vec![step(0..PRINTED)]), line("many", vec![step(0..7), step(7..30)])];
+        let shown = text("m", &lines);
+        let of = |id: &str| shown.lines().filter(|l| l.starts_with(&format!("{id} step"))).count();
+        assert_eq!((of("few"), of("many")), (PRINTED, PRINTED), "{shown}");
+        assert!(shown.contains("many step 1: \"c9\"") && shown.contains("many: 20 more problems; --json"), "{shown}");
+        assert!(!shown.contains("few: "), "{shown}");
+        assert_eq!(json("m", &lines)["cases"][1]["steps"][1]["problems"].as_array().map(Vec::len), Some(23));
+    }
+
+    #[test]
     fn deepseek_v4_a_script_reads_counts_and_steps() {
         let value = json("m", &lines());
         assert_eq!((&value["passed"], &value["failed"], &value["skipped"]), (&json!(1), &json!(2), &json!(1)));
         assert_eq!(value["cases"][1]["verdict"], "fail");
+        assert_eq!((&value["model"], &json("", &lines())["model"]), (&json!("m"), &Value::Null));
+        assert!(text("", &lines()).ends_with("\n1 of 3 cases pass\n"));
         assert_eq!(value["cases"][1]["steps"][1]["problems"][0], "\"16\" is most likely, not \"17\"");
         assert_eq!((&value["cases"][1]["steps_passed"], &value["cases"][3]["error"]), (&json!(1), &json!("too long")));
         assert_eq!(value["cases"][0]["steps"][0]["token"]["hex"], "3136");

@@ -26,8 +26,9 @@ use crate::failure::Failure;
     .vec files, .official.json captures of the official API, and what `ds4 run --dump-logprobs` writes, so that two builds \
     or two files of a model can be held against each other. docs/debugging.md describes them.\n\n\
     Exit codes: 0 all pass, 1 some do not, 2 bad usage or a malformed file, 3 no worker.\n\n\
-    Examples:\n  ds4 eval vectors tests/test-vectors/official.vec --skip long_memory_archive\n  \
-    ds4 eval vectors official/ --json\n  \
+    Examples, the first with vectors of the starter model from this program's source tree:\n  \
+    ds4 eval vectors tests/fixtures/eval/smollm2.vec --only capital\n  \
+    ds4 eval vectors tests/fixtures/eval/capture.official.json --json\n  \
     ds4 run --dump-logprobs before.json -n 32 -p 'Name a river.' && ds4 eval vectors before.json --tolerance 0.01"
 )]
 pub struct VectorsArgs {
@@ -73,14 +74,17 @@ pub async fn vectors(args: VectorsArgs) -> anyhow::Result<ExitCode> {
             ));
         }
     }
+    let left_out = |id: &String| args.skip.contains(id) || !args.only.is_empty() && !args.only.contains(id);
+    if cases.iter().all(|c| left_out(&c.id)) {
+        return Err(Failure::error(EXIT_USAGE, "--skip leaves out every case: nothing would be scored"));
+    }
     let limits = Limits { top: usize::try_from(args.top).unwrap_or(usize::MAX), tolerance: args.tolerance };
     let mut client = args.runtime.debug().await?;
     let work = async {
         let mut model = String::new();
         let mut lines = Vec::with_capacity(cases.len());
         for case in &cases {
-            let left_out = args.skip.contains(&case.id) || !args.only.is_empty() && !args.only.contains(&case.id);
-            let outcome = if left_out {
+            let outcome = if left_out(&case.id) {
                 Outcome::Skipped
             } else {
                 score(&mut client, case, args.raw, args.top, limits, &mut model).await?
@@ -153,6 +157,19 @@ fn local_of(step: &v1::ScoreStep) -> Local {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn deepseek_v4_the_examples_of_the_help_exist() {
+        let root = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let command = <VectorsArgs as clap::Args>::augment_args(clap::Command::new("vectors"));
+        let help = command.get_after_help().unwrap().to_string();
+        let named: Vec<&str> = help.split_whitespace().filter(|w| w.starts_with("tests/")).collect();
+        assert_eq!(named.len(), 2, "{help}");
+        for path in named {
+            let cases = case::collect(&[root.join(path)]).unwrap();
+            assert!(cases.iter().any(|c| c.id.starts_with("capital")), "{path}");
+        }
+    }
 
     #[test]
     fn a_tolerance_is_a_distance() {

@@ -2,17 +2,16 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use anyhow::{Context as _, anyhow};
 use ds4_manifests::{GgmlType, GgufPlan};
-use ds4_settings::EXIT_USAGE;
 
 use super::blocks::{Fill, fill, key};
 use super::shape::{Family, Model, Part, Recipe, Shape, Tensor};
-use crate::failure::Failure;
+use crate::output::Unfinished;
 
 /// `ds4 gguf synth`.
 #[derive(clap::Args)]
@@ -59,20 +58,15 @@ pub fn synth(args: &SynthArgs) -> anyhow::Result<()> {
     let plan = GgufPlan::new(&model.metadata, &table)?;
     let path = &args.output;
     let shown = path.display();
-    let mut options = File::options();
-    options.write(true).create(true).truncate(true).create_new(!args.force);
-    let file = options.open(path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::AlreadyExists => Failure::error(EXIT_USAGE, format!("{shown} exists; --force replaces it")),
-        _ => anyhow!("cannot write {shown}: {e}"),
-    })?;
+    let output = Unfinished::begin(path, args.force)?;
     let threads = match args.threads {
         Some(n) => usize::try_from(n)?,
         None => std::thread::available_parallelism()?.get(),
     };
     let begun = Instant::now();
-    write(&file, &model, &plan, args.seed, threads)
-        .inspect_err(|_| remove(path))
+    write(output.file(), &model, &plan, args.seed, threads)
         .with_context(|| format!("cannot write {shown} ({:.2} GiB); is there room for it?", gib(plan.file_len)))?;
+    output.finish()?;
     let seconds = begun.elapsed().as_secs_f64();
     eprintln!(
         "{shown}: {} tensors, {} bytes, {:.2} GiB/s; the weights are random: {}",
@@ -82,11 +76,6 @@ pub fn synth(args: &SynthArgs) -> anyhow::Result<()> {
         model.metadata.str("general.name").unwrap_or_default(),
     );
     Ok(())
-}
-
-fn remove(path: &Path) {
-    // Half a model is worse than none; if it cannot be removed, the message says what happened.
-    let _ = std::fs::remove_file(path);
 }
 
 fn gib(bytes: u64) -> f64 {
@@ -146,6 +135,8 @@ fn write(file: &File, model: &Model, plan: &GgufPlan, seed: u64, threads: usize)
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use ds4_manifests::{Catalog, GgufModel};
 
     use super::*;

@@ -1,10 +1,13 @@
 //! Keeps one process running: start, wait for ready, restart when it ends, give up when it cannot start.
 
+use std::convert::Infallible;
+use std::ffi::OsString;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
+use super::needs::Needs;
 use super::process::{End, Notify, Process};
 use crate::failure::Failure;
 
@@ -43,14 +46,14 @@ pub struct Kept<L> {
     pub name: &'static str,
     /// Found running, so the first start is skipped.
     pub adopted: Option<Process>,
-    /// Starts one that reports to the given socket.
+    /// Starts one that reports to the given socket, with more arguments of [`Needs::met`].
     pub launch: L,
     /// Makes the socket that it reports to.
     pub notify: Notify,
     /// Limits.
     pub policy: Policy,
-    /// It is started only while this one is up: a worker without an owner could only fail.
-    pub needs: Option<watch::Receiver<Health>>,
+    /// What must be there before it is started: a worker without an owner or a model could only fail.
+    pub needs: Option<Needs>,
 }
 
 /// What the supervisor wants of a kept process.
@@ -77,7 +80,8 @@ fn delay(failures: u32) -> Duration {
     }
 }
 
-/// Keeps it until it is wished gone or it cannot be started. `health` tells how it is doing.
+/// Keeps it until it is wished gone or it cannot be started. `health` tells how it is doing. When `wish` is dropped, or
+/// this future is, the process is left running.
 ///
 /// # Errors
 /// It gave up: the exit code is the process's own, the message holds its last reported status.
@@ -87,7 +91,7 @@ pub async fn keep<L>(
     health: watch::Sender<Health>,
 ) -> anyhow::Result<()>
 where
-    L: FnMut(&Notify) -> anyhow::Result<Process>,
+    L: FnMut(&Notify, &[OsString]) -> anyhow::Result<Process>,
 {
     let name = kept.name;
     let mut failures = 0;
@@ -96,14 +100,14 @@ where
         let mut process = match kept.adopted.take() {
             Some(process) => process,
             None => {
+                let mut more = Vec::new();
                 if let Some(needs) = &mut kept.needs {
                     tokio::select! {
-                        // An error means that it was given up; the start below then fails with the true cause.
-                        _ = needs.wait_for(|health| health.up) => {}
+                        args = needs.met() => more = args,
                         () = stopped(&mut wish) => return Ok(()),
                     }
                 }
-                let mut process = (kept.launch)(&kept.notify)?;
+                let mut process = (kept.launch)(&kept.notify, &more)?;
                 match bring_up(&kept.notify, kept.policy.start_timeout, &mut process, &mut wish).await {
                     Start::Ready => failures = 0,
                     Start::Stopped => {
@@ -139,6 +143,7 @@ where
         health.send_modify(|h| *h = Health { starts: h.starts + 1, up: true });
         let since = Instant::now();
         tokio::select! {
+            never = served(&mut kept.needs) => match never {},
             how = process.wait() => {
                 health.send_modify(|h| h.up = false);
                 // A worker that was drained is replaced at once, however young.
@@ -156,9 +161,20 @@ where
     }
 }
 
+/// Notes what the ready process serves; it never ends, as it runs beside waiting for other things.
+async fn served(needs: &mut Option<Needs>) -> Infallible {
+    if let Some(needs) = needs {
+        needs.proven();
+        needs.learn().await;
+    }
+    std::future::pending().await
+}
+
 async fn stopped(wish: &mut watch::Receiver<Wish>) {
-    // A dropped sender means that the supervisor is going: that is a stop too.
-    let _ = wish.wait_for(|w| *w >= Wish::Drain).await;
+    if wish.wait_for(|w| *w >= Wish::Drain).await.is_err() {
+        // Nobody wishes anything any more: the supervisor failed elsewhere, and what runs is not to pay for that.
+        std::future::pending().await
+    }
 }
 
 /// Sleeps; true when told to stop meanwhile.
@@ -279,7 +295,7 @@ mod tests {
         let counter = Arc::clone(&starts);
         let args: Vec<std::ffi::OsString> =
             vec!["-c".into(), script.replace("READY", &format!("touch {}", marker.display())).into()];
-        let launch = move |notify: &Notify| {
+        let launch = move |notify: &Notify, _: &[std::ffi::OsString]| {
             *counter.lock().unwrap() += 1;
             Launch { program: Path::new("/bin/sh"), args: &args, listener: None, notify, log: None, isolated: false }
                 .start()
@@ -337,6 +353,18 @@ mod tests {
             }
         }
         killed
+    }
+
+    #[tokio::test]
+    async fn a_supervisor_that_fails_leaves_the_process_running() {
+        let Rig { dir, wish, mut health, task, .. } = rig("READY; exec sleep 60", POLICY);
+        health.wait_for(|h| h.starts == 1).await.unwrap();
+        drop(wish);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        assert!(!task.is_finished());
+        task.abort();
+        assert!(task.await.is_err_and(|e| e.is_cancelled()));
+        assert_eq!(kill_children_of_this_test(dir.path()), 1, "it is still there to be killed");
     }
 
     #[tokio::test]

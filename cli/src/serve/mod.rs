@@ -2,6 +2,8 @@
 
 mod keep;
 pub mod lock;
+pub mod needs;
+pub mod orphan;
 pub mod plan;
 pub mod process;
 
@@ -22,6 +24,7 @@ use crate::client::{control, reachable};
 use crate::failure::Failure;
 use keep::{Health, Kept, Wish, keep};
 pub use lock::holder as supervisor;
+use needs::{Needs, Wants};
 use plan::{Plan, ServeFlags};
 use process::{Launch, Notify, Process, Target};
 
@@ -31,7 +34,9 @@ use process::{Launch, Notify, Process, Target};
     after_help = "The flags below --model go to the processes that they belong to; what is not given comes from \
     their sections of the configuration file. `ds4 config` shows the result.\n\n\
     Ctrl-C or SIGTERM drains the worker, then ends the owner; a second one ends both at once. After kill -9 of serve \
-    both keep running, and the next `ds4 serve` takes them over."
+    both keep running, and the next `ds4 serve` takes them over; if that fails, they go on as they were.\n\n\
+    A worker whose model is unloaded waits for one (`ds4 ctl load`); clients wait with it. When an owner that died is back \
+    with the model, the worker is replaced by one that uses the new copy, after its running requests."
 )]
 pub struct ServeArgs {
     /// GGUF file to serve, or its first shard (repeatable) [default: the starter model of `ds4 pull`]
@@ -131,17 +136,29 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
 
     let running_owner = adopt(control::owner_status(&plan.dir).await.ok().map(|s| s.pid));
     let running_worker = adopt(control::worker_status(&plan.dir).await.ok().map(|s| s.pid));
-    let models = match &running_owner {
+    let held = if running_owner.is_some() { control::models(&plan.dir).await? } else { Vec::new() };
+    let models = if args.model.is_empty() && held.iter().any(needs::alive) {
         // What it already holds is enough when no model is asked for.
-        Some(_) if args.model.is_empty() => Vec::new(),
-        _ => plan.models()?,
+        Vec::new()
+    } else {
+        plan.models()?
     };
     let mut http = Http::new(&plan)?;
     if running_worker.is_none() {
         http.listen()?;
     }
+    // Before anything is taken over: what fails here concerns this command alone.
+    if let Some(owner) = &running_owner {
+        tokio::select! {
+            loaded = ensure_loaded(&plan.dir, &models) => loaded.map_err(|e| refused_by_running(&e, owner))?,
+            () = signals.stop() => {
+                eprintln!("ds4 serve: told to stop before it took over; what runs goes on");
+                return Ok(ExitCode::SUCCESS);
+            }
+        }
+    }
 
-    let owner_is_ours = running_owner.is_none();
+    let (owner_is_ours, worker_is_ours) = (running_owner.is_none(), running_worker.is_none());
     let mut owner = Task::start(Kept {
         name: "weight owner",
         notify: Notify::bind(&plan.dir, "owner")?,
@@ -150,66 +167,101 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
         adopted: announce_adopted("weight owner", running_owner),
         launch: {
             let (path, args) = (plan.owner.path.clone(), plan.owner.args.clone());
-            move |notify: &Notify| {
+            move |notify: &Notify, _: &[OsString]| {
                 Launch { program: &path, args: &args, listener: None, notify, log: None, isolated: false }.start()
             }
         },
     });
+    let mut worker = None;
+    match supervise(&plan, http, &mut owner, running_worker, &mut worker, &mut signals).await {
+        Ok(()) => shut_down(worker, Some(owner), &mut signals).await,
+        Err(error) => {
+            // What was found running is left alone.
+            shut_down(worker.filter(|_| worker_is_ours), owner_is_ours.then_some(owner), &mut signals).await?;
+            Err(error)
+        }
+    }
+}
+
+/// From the owner's start until told to stop. The worker's task is left in `worker`.
+///
+/// # Errors
+/// A process cannot be started.
+async fn supervise(
+    plan: &Plan,
+    mut http: Http,
+    owner: &mut Task,
+    running_worker: Option<Process>,
+    worker: &mut Option<Task>,
+    signals: &mut Signals,
+) -> anyhow::Result<()> {
     tokio::select! {
         result = owner.ready() => result?,
-        () = signals.stop() => return shut_down(None, Some(owner), &mut signals).await,
+        () = signals.stop() => return Ok(()),
     }
-    if !owner_is_ours {
-        ensure_loaded(&plan.dir, &models).await?;
+    if running_worker.is_none()
+        && let Some(why) = needs::only_blocks(&control::models(&plan.dir).await?)
+    {
+        return Err(Failure::error(EXIT_MODEL, why));
     }
-
-    let mut worker = Task::start(Kept {
+    let worker = worker.insert(Task::start(Kept {
         name: "worker",
         notify: Notify::bind(&plan.dir, "worker")?,
         policy: plan.worker_policy(),
-        needs: Some(owner.health.clone()),
+        needs: Some(Needs::new(owner.health.clone(), plan.dir.clone(), Wants::of(&plan.worker.config))),
         adopted: announce_adopted("worker", running_worker),
         launch: {
             let (path, args) = (plan.worker.path.clone(), plan.worker.args.clone());
-            move |notify: &Notify| {
+            move |notify: &Notify, more: &[OsString]| {
                 let listener = http.listen()?;
                 // The port that was really bound, for the worker's own reports; it matters when the asked one was 0.
-                let args = [args.clone(), vec!["--http".into(), listener.local_addr()?.to_string().into()]].concat();
+                let address = vec!["--http".into(), listener.local_addr()?.to_string().into()];
+                let args = [args.as_slice(), more, &address].concat();
                 Launch { program: &path, args: &args, listener: Some(listener), notify, log: None, isolated: false }
                     .start()
             }
         },
-    });
-    let started = tokio::select! {
-        result = worker.ready() => result,
-        () = signals.stop() => return shut_down(Some(worker), Some(owner), &mut signals).await,
-    };
-    let failed = match started {
-        Ok(()) => {
-            welcome(&plan.dir).await?;
-            let mut owner_watched = true;
-            loop {
-                tokio::select! {
-                    () = signals.stop() => return shut_down(Some(worker), Some(owner), &mut signals).await,
-                    result = worker.finished() => break result,
-                    // The worker has the weights mapped: it serves on without an owner, but could not be replaced.
-                    result = owner.finished(), if owner_watched => {
-                        owner_watched = false;
-                        if let Err(error) = result {
-                            eprintln!("ds4 serve: {error}; the worker serves on, but has no successor until an owner is back");
-                        }
-                    }
+    }));
+    tokio::select! {
+        result = worker.ready() => result?,
+        () = signals.stop() => return Ok(()),
+    }
+    if let Err(error) = welcome(&plan.dir).await {
+        eprintln!("ds4 serve: the worker is ready, but does not say where it listens: {error:#}");
+    }
+    let mut owner_watched = true;
+    let orphans = orphan::replace(plan.dir.clone(), owner.health.clone());
+    tokio::pin!(orphans);
+    loop {
+        tokio::select! {
+            () = signals.stop() => return Ok(()),
+            result = worker.finished() => return result,
+            never = &mut orphans => match never {},
+            // The worker has the weights mapped: it serves on without an owner, but could not be replaced.
+            result = owner.finished(), if owner_watched => {
+                owner_watched = false;
+                if let Err(error) = result {
+                    eprintln!("ds4 serve: {error}; the worker serves on, but has no successor until an owner is back");
                 }
             }
         }
-        Err(error) => Err(error),
-    };
-    // A worker that cannot be started ends serve; weights that we found running are left alone.
-    shut_down(None, owner_is_ours.then_some(owner), &mut signals).await?;
-    failed.map(|()| ExitCode::SUCCESS)
+    }
 }
 
-/// A kept process and the wires to it.
+/// A load that an owner which we meant to take over refused.
+fn refused_by_running(error: &anyhow::Error, owner: &Process) -> anyhow::Error {
+    Failure::error(
+        Failure::code_of(error),
+        format!(
+            "the running weight owner (pid {}) did not take the model: {error:#}\nNothing was taken over: what runs goes on \
+             as it was. It keeps the settings that it was started with; to start with the settings of this command, end it \
+             first: `ds4 ctl stop`.",
+            owner.target().pid()
+        ),
+    )
+}
+
+/// A kept process and the wires to it. Dropped, it lets go of the process and leaves it running.
 struct Task {
     wish: watch::Sender<Wish>,
     health: watch::Receiver<Health>,
@@ -219,7 +271,7 @@ struct Task {
 impl Task {
     fn start<L>(kept: Kept<L>) -> Self
     where
-        L: FnMut(&Notify) -> anyhow::Result<Process> + Send + 'static,
+        L: FnMut(&Notify, &[OsString]) -> anyhow::Result<Process> + Send + 'static,
     {
         let (wish, wished) = watch::channel(Wish::Run);
         let (report, health) = watch::channel(Health::default());
@@ -238,6 +290,12 @@ impl Task {
     /// Returns when it has given up or was ended. Not to be asked again after that.
     async fn finished(&mut self) -> anyhow::Result<()> {
         (&mut self.join).await.context("the supervisor's own task broke")?
+    }
+}
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        self.join.abort();
     }
 }
 
@@ -318,8 +376,8 @@ impl Http {
 /// Has an owner that we took over load what it does not hold yet.
 async fn ensure_loaded(dir: &Path, models: &[PathBuf]) -> anyhow::Result<()> {
     let held = control::models(dir).await?;
-    let alive = |m: &&v1::Model| matches!(m.state(), v1::ModelState::Ready | v1::ModelState::Loading);
-    let held: Vec<PathBuf> = held.iter().filter(alive).filter_map(|m| std::fs::canonicalize(&m.path).ok()).collect();
+    let held: Vec<PathBuf> =
+        held.iter().filter(|m| needs::alive(m)).filter_map(|m| std::fs::canonicalize(&m.path).ok()).collect();
     for model in models.iter().filter(|m| !held.contains(m)) {
         eprintln!("ds4 serve: loading {} into the running owner", model.display());
         let path = model.to_str().context("the model's path is not UTF-8")?.to_string();
@@ -342,7 +400,7 @@ async fn welcome(dir: &Path) -> anyhow::Result<()> {
     println!(
         "ds4 serves {model} at {url}\n\n  \
          curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n    \
-         -d '{{\"model\": \"{model}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Hello!\"}}]}}'\n\n\
+         -d '{{\"model\": \"{model}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Hello!\"}}], \"temperature\": 0}}'\n\n\
          or `ds4 chat`. `ds4 ctl status` shows what runs; Ctrl-C ends it.",
         model = status.model,
     );

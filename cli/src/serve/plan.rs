@@ -64,7 +64,7 @@ impl Plan {
     /// Resolves and checks the configuration of all three processes; starts neither owner nor worker.
     ///
     /// # Errors
-    /// Exit code 2 with everything that is wrong in the first process that objects.
+    /// Exit code 2 with everything that is wrong, of all three.
     pub fn new(args: &ServeArgs, origins: &Origins) -> anyhow::Result<Self> {
         let defaults = ServeFlags {
             runtime_dir: Some(ds4_settings::default_runtime_dir()),
@@ -76,9 +76,10 @@ impl Plan {
             if v.start_attempts == Some(0) {
                 problems.key("start-attempts", "is 0: give at least 1");
             }
-        })
-        .map_err(|e| Failure::error(EXIT_USAGE, e))?;
-        let dir = serve.values.runtime_dir.clone().context("no runtime directory")?;
+        });
+        // Owner and worker say what is wrong with their sections even if this one is bad.
+        let known = serve.as_ref().ok().and_then(|s| s.values.runtime_dir.clone());
+        let dir = known.unwrap_or_else(ds4_settings::default_runtime_dir);
         let dir = std::path::absolute(dir).context("cannot make the runtime directory absolute")?;
         let mut common: Vec<OsString> = vec!["--runtime-dir".into(), dir.clone().into()];
         if let Some(config) = &args.config.config {
@@ -87,12 +88,30 @@ impl Plan {
         let owner = Program::checked("ds4-weight-owner", "owner", [common.clone(), args.owner_args()?].concat(), &[])?;
         let worker =
             Program::checked("ds4-worker", "worker", [common, args.worker_args()?].concat(), &args.http_args())?;
-        Ok(Self { dir, owner, worker, serve })
+        match (serve, owner, worker) {
+            (Ok(serve), Ok(owner), Ok(worker)) => Ok(Self { dir, owner, worker, serve }),
+            (serve, owner, worker) => {
+                let own = serve.err().map(|e| Refusal { code: EXIT_USAGE, text: e.to_string() });
+                Err(Refusal::all(own.into_iter().chain(owner.err()).chain(worker.err())))
+            }
+        }
     }
 
     /// All three sections, each value with its source.
     pub fn printed(&self) -> String {
-        [self.serve.to_toml(), self.owner.printed.clone(), self.worker.printed.clone()].join("\n")
+        let mut owner = self.owner.printed.clone();
+        if !self.owner.config.contains_key("model")
+            && let Some(starter) = crate::pull::starter_path().filter(|p| p.exists())
+        {
+            let loaded = format!("# model is unset\n# so `ds4 serve` loads the starter model, {}", starter.display());
+            owner = owner.replace("# model is unset", &loaded);
+        }
+        // Given to both as a flag, wherever it came from.
+        let source = |printed: &str| match self.serve.source("runtime-dir") {
+            Some(source) => with_source(printed, "runtime-dir", &source.to_string()),
+            None => printed.to_owned(),
+        };
+        [self.serve.to_toml(), source(&owner), source(&self.worker.printed)].join("\n")
     }
 
     /// Limits for the worker.
@@ -172,13 +191,21 @@ impl Plan {
 
 impl Program {
     /// Finds the executable beside this one and has it check its configuration (`--print-config`).
-    fn checked(name: &str, section: &str, args: Vec<OsString>, more: &[OsString]) -> anyhow::Result<Self> {
+    /// The inner error is its refusal.
+    fn checked(
+        name: &str,
+        section: &str,
+        args: Vec<OsString>,
+        more: &[OsString],
+    ) -> anyhow::Result<Result<Self, Refusal>> {
         let path = sibling(name)?;
         let output = print_config(&path, &[args.as_slice(), more].concat())?;
         let errors = String::from_utf8_lossy(&output.stderr);
         if !output.status.success() {
             let code = output.status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(1);
-            return Err(Failure::error(code, format!("{name} refuses its configuration:\n{}", errors.trim_end())));
+            let text = errors.trim_end();
+            let text = text.strip_prefix(&format!("{name}: ")).unwrap_or(text).to_owned();
+            return Ok(Err(Refusal { code, text }));
         }
         let printed = String::from_utf8(output.stdout).context("the configuration is not UTF-8")?;
         let mut table: Table = printed.parse().with_context(|| format!("{name} --print-config printed no TOML"))?;
@@ -186,8 +213,39 @@ impl Program {
             Some(Value::Table(config)) => config,
             _ => anyhow::bail!("{name} --print-config printed no [{section}]"),
         };
-        Ok(Self { path, args, config, printed })
+        Ok(Ok(Self { path, args, config, printed }))
     }
+}
+
+/// What one process has against its configuration.
+#[derive(Debug)]
+struct Refusal {
+    code: u8,
+    text: String,
+}
+
+impl Refusal {
+    /// As one error. What is wrong with the file as a whole is said by every process, and here once.
+    fn all(refusals: impl Iterator<Item = Self>) -> anyhow::Error {
+        let mut lines: Vec<String> = Vec::new();
+        let mut code = None;
+        for refusal in refusals {
+            code.get_or_insert(refusal.code);
+            let new: Vec<String> =
+                refusal.text.lines().filter(|l| !lines.iter().any(|seen| seen == l)).map(String::from).collect();
+            lines.extend(new);
+        }
+        Failure::error(code.unwrap_or(EXIT_USAGE), lines.join("\n"))
+    }
+}
+
+/// A printed configuration with another source for `key`.
+fn with_source(printed: &str, key: &str, source: &str) -> String {
+    let line = |line: &str| match line.rsplit_once(" # ") {
+        Some((value, _)) if value.starts_with(&format!("{key} = ")) => format!("{value} # {source}\n"),
+        _ => format!("{line}\n"),
+    };
+    printed.lines().map(line).collect()
 }
 
 /// The executable `name` beside this one.
@@ -233,6 +291,22 @@ fn is_stale_notify(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_all_processes_say_is_said_once() {
+        let refusal = |code, text: &str| Refusal { code, text: text.into() };
+        let all = [refusal(2, "f: unknown `x`\nserve bad"), refusal(2, "f: unknown `x`\nowner bad\n |\n |")];
+        let error = Refusal::all(all.into_iter());
+        assert_eq!(error.to_string(), "f: unknown `x`\nserve bad\nowner bad\n |\n |");
+        assert_eq!(Failure::code_of(&error), 2);
+    }
+
+    #[test]
+    fn a_value_gets_the_source_that_it_had_first() {
+        let printed = "[owner]\nruntime-dir = \"/a # b\" # flag\nlog = \"info\" # flag\n";
+        let want = "[owner]\nruntime-dir = \"/a # b\" # environment X\nlog = \"info\" # flag\n";
+        assert_eq!(with_source(printed, "runtime-dir", "environment X"), want);
+    }
 
     #[test]
     fn sockets_of_killed_supervisors_are_told_from_live_ones() {

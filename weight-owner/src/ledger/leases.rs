@@ -130,10 +130,22 @@ fn find_ready(state: &State, model: &str) -> Result<u64, Message> {
         let text = format!("model {:?} is being unloaded; retry when it is loaded again", e.name);
         return Err(Message::refused(codes::MODEL_DRAINING, text, 1000));
     }
-    if let Some(e) = other(v1::ModelState::Failed) {
+    // A worker that takes whatever is held is not to give up for good over a load that failed beside its model: it waits for
+    // the next one.
+    let blamed = |_: &&Epoch| !model.is_empty() || !state.published;
+    if let Some(e) = other(v1::ModelState::Failed).filter(blamed) {
         let cause = e.failure.as_ref().map(ToString::to_string).unwrap_or_default();
         let text = format!("the load of model {:?} failed: {cause}", e.name);
         return Err(Message::refused(codes::MODEL_FAILED, text, 0));
+    }
+    let block = state.epochs.values().find(|e| ready(e) && !alone(e)).filter(|_| model.is_empty());
+    if let Some(block) = block {
+        let text = format!(
+            "the owner holds {:?} only, which is a prediction block and not a model: load the model that it guesses for with \
+             `ds4 ctl load PATH`, and name the block with the worker's --mtp",
+            block.name
+        );
+        return Err(Message::refused(codes::NO_MODEL, text, 1000));
     }
     if model.is_empty() {
         let text = "the owner holds no model; load one with `ds4 ctl load PATH` or start the owner with --model PATH";

@@ -70,6 +70,8 @@ struct State {
     last_epoch: u64,
     last_lease: u64,
     sequence: u64,
+    /// Something was READY once.
+    published: bool,
     stopping: bool,
 }
 
@@ -199,6 +201,7 @@ impl Ledger {
         entry.loaded = loaded;
         entry.state = v1::ModelState::Ready;
         let name = entry.name.clone();
+        state.published = true;
         self.announce(&mut state, epoch);
         let old: Vec<u64> = state
             .epochs
@@ -223,7 +226,8 @@ impl Ledger {
             .collect()
     }
 
-    /// Starts draining the READY epochs of `model` (only `epoch` when it is not 0); returns them and their leases.
+    /// Starts draining the READY epochs of `model` (only `epoch` when it is not 0) and forgets its FAILED ones; returns all of
+    /// them, and the leases on the former.
     ///
     /// # Errors
     /// A sentence when there is no such epoch.
@@ -235,12 +239,14 @@ impl Ledger {
             .filter(|(id, e)| e.name == model && (epoch == 0 || **id == epoch))
             .map(|(id, e)| (*id, e.state))
             .collect();
-        let wanted: Vec<u64> = matching
+        let failed = matching.iter().filter(|(_, s)| *s == v1::ModelState::Failed).map(|(id, _)| *id);
+        let failed: Vec<u64> = failed.collect();
+        let mut wanted: Vec<u64> = matching
             .iter()
             .filter(|(_, s)| matches!(s, v1::ModelState::Ready | v1::ModelState::Draining))
             .map(|(id, _)| *id)
             .collect();
-        if wanted.is_empty() {
+        if wanted.is_empty() && failed.is_empty() {
             let which = if epoch == 0 { String::new() } else { format!("epoch {epoch} of ") };
             return Err(match matching.first() {
                 Some((_, s)) => format!("{which}{model:?} is {}, not READY", s.as_str_name()),
@@ -250,6 +256,10 @@ impl Ledger {
         let leases = wanted.iter().filter_map(|id| state.epochs.get(id)).map(|e| e.leases.len()).sum();
         for id in &wanted {
             self.drain_locked(&mut state, *id, deadline_s, why);
+        }
+        for id in failed {
+            self.remove(&mut state, id);
+            wanted.push(id);
         }
         Ok((wanted, leases))
     }
@@ -282,9 +292,14 @@ impl Ledger {
     /// Drops a draining epoch without leases, and with it the memory.
     fn release_if_done(&self, state: &mut State, id: u64) {
         let done = |e: &Epoch| e.state == v1::ModelState::Draining && e.leases.is_empty();
-        if state.epochs.get(&id).is_some_and(done)
-            && let Some(entry) = state.epochs.remove(&id)
-        {
+        if state.epochs.get(&id).is_some_and(done) {
+            self.remove(state, id);
+        }
+    }
+
+    /// Drops an epoch and tells watchers that it is gone.
+    fn remove(&self, state: &mut State, id: u64) {
+        if let Some(entry) = state.epochs.remove(&id) {
             state.sequence += 1;
             let model = v1::Model { state: v1::ModelState::Released.into(), ..row(id, &entry) };
             let _ = self.events.send(v1::WatchEvent { model: Some(model), sequence: state.sequence });

@@ -182,3 +182,49 @@ fn watchers_see_every_state_in_order() {
     use v1::ModelState::{Draining, Loading, Ready, Released};
     assert_eq!(seen, [Loading, Ready, Draining, Released]);
 }
+
+#[test]
+fn unloading_clears_failed_loads_and_watchers_hear_of_it() {
+    let ledger = Arc::new(Ledger::default());
+    let failed = ledger.next_epoch();
+    ledger.begin(failed, "m", Path::new("/broken"));
+    ledger.fail(failed, &Failure::model("truncated_file", "it ends early"));
+    let (_, mut events) = ledger.watch();
+    assert_eq!(ledger.drain("m", 0, 1, "unload"), Ok((vec![failed], 0)));
+    assert!(ledger.models().is_empty());
+    let event = events.try_recv().unwrap().model.unwrap();
+    assert_eq!((event.epoch, event.state()), (failed, v1::ModelState::Released));
+    assert!(ledger.drain("m", 0, 1, "unload").is_err(), "there is nothing left");
+    let loading = ledger.next_epoch();
+    ledger.begin(loading, "m", Path::new("/m"));
+    assert!(ledger.drain("m", 0, 1, "unload").unwrap_err().contains("LOADING"), "a load in flight is not thrown away");
+}
+
+#[test]
+fn after_an_unload_a_failed_load_of_another_model_does_not_stand_for_all() {
+    let ledger = Arc::new(Ledger::default());
+    let failed = ledger.next_epoch();
+    ledger.begin(failed, "broken", Path::new("/broken"));
+    ledger.fail(failed, &Failure::model("truncated_file", "it ends early"));
+    assert_eq!(code(ledger.lease("", None, PEER, "w")), "model_failed", "nothing else was ever there");
+    load(&ledger, "m", 1);
+    ledger.drain("m", 0, 1, "unload").unwrap();
+    assert_eq!(code(ledger.lease("", None, PEER, "w")), "no_model");
+    assert_eq!(code(ledger.lease("broken", None, PEER, "w")), "model_failed");
+}
+
+#[test]
+fn a_block_without_its_model_is_called_that() {
+    let ledger = Arc::new(Ledger::default());
+    let epoch = load(&ledger, "block", 1);
+    let family = ds4_manifests::Catalog::builtin().drafter_of("deepseek4").unwrap().family.clone();
+    ledger.lock().epochs.get_mut(&epoch).unwrap().family = family;
+    match ledger.lease("", None, PEER, "w").map(drop) {
+        Err(Message::Refused { code, sentence, .. }) => {
+            assert_eq!(code, "no_model");
+            assert!(sentence.contains("prediction block") && sentence.contains("\"block\""), "{sentence}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert!(ledger.lease("block", None, PEER, "w").is_ok());
+}

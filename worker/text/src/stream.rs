@@ -39,6 +39,11 @@ impl TextStream {
         Pushed { text, stopped }
     }
 
+    /// True when bytes of a character are held that is not complete.
+    pub(crate) fn is_inside_character(&self) -> bool {
+        !self.pending.is_empty()
+    }
+
     /// Releases the bytes of an incomplete character as U+FFFD if `next` does not go on with it; then the same bytes pushed
     /// after it give the same text as without this call. Only for a stream without stop strings, which holds no other bytes.
     pub(crate) fn break_off(&mut self, next: &[u8]) -> String {

@@ -13,7 +13,7 @@ mod recipe;
 mod tokenizer;
 mod write;
 
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -28,6 +28,7 @@ use self::imatrix::Imatrix;
 use self::recipe::{Override, Recipe};
 use self::write::Typed;
 use crate::failure::Failure;
+use crate::output::Unfinished;
 
 /// `ds4 gguf convert`.
 #[derive(clap::Args)]
@@ -77,10 +78,10 @@ fn bad(message: String) -> anyhow::Error {
 /// Runs it.
 pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
     let shown = args.output.display();
-    if !args.force && args.output.exists() {
-        return Err(exists(&args.output));
-    }
     let checkpoint = Checkpoint::open(&args.from)?;
+    refuse_inputs(args)?;
+    // Before the work, and while it is written beside its name.
+    let output = Unfinished::begin(&args.output, args.force)?;
     let config = checkpoint.json("config.json")?;
     let config = config.ok_or_else(|| bad(format!("{} has no config.json", args.from.display())))?;
     let mut metadata = describe(args, &checkpoint, &config)?;
@@ -94,6 +95,8 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
     let table = catalog.expand(dev, &metadata).map_err(|e| bad(format!("config.json: {e}")))?;
     let experts = table.hyper.int("experts").context("no experts")?;
     let resolved = names::resolve(&checkpoint, &table.tensors())?;
+    let planned = resolved.tensors.iter().map(|t| (t.name.as_str(), t.role.as_str(), t.layer));
+    recipe::refuse_idle(&args.types, &planned.collect::<Vec<_>>())?;
     if resolved.drafter > 0 {
         eprintln!("{} tensors of the multi-token prediction block are left out", resolved.drafter);
     }
@@ -118,36 +121,21 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
     // Refused before the work, not after it.
     identify(&metadata, &infos(&tensors, &plan))?;
 
-    let directory = match args.output.parent() {
-        Some(p) if p != Path::new("") => p,
-        _ => Path::new("."),
-    };
-    // In the same directory, so that it can be renamed into place; removed when anything fails.
-    let temporary = tempfile::Builder::new()
-        .prefix(".ds4-convert-")
-        .permissions(std::fs::Permissions::from_mode(0o666))
-        .tempfile_in(directory)
-        .with_context(|| format!("cannot write {shown}"))?;
     let threads = match args.threads {
         Some(n) => usize::try_from(n)?,
         None => std::thread::available_parallelism()?.get(),
     };
     let begun = Instant::now();
     let bar = progress(plan.tensors.iter().map(|(_, len)| len).sum());
-    write::write(temporary.as_file(), &plan, &tensors, (&checkpoint, experts), threads, &bar)
+    write::write(output.file(), &plan, &tensors, (&checkpoint, experts), threads, &bar)
         .inspect_err(|_| bar.abandon())
         .with_context(|| format!("{shown} was not written"))?;
     bar.finish_and_clear();
-    temporary.as_file().sync_all().with_context(|| format!("cannot write {shown}"))?;
+    output.file().sync_all().with_context(|| format!("cannot write {shown}"))?;
 
-    let model = GgufModel::open(temporary.path()).context("the written file cannot be read back")?;
+    let model = GgufModel::open(output.path()).context("the written file cannot be read back")?;
     let class = identify(&model.metadata, &model.tensors).context("the written file is refused")?;
-    let persisted =
-        if args.force { temporary.persist(&args.output) } else { temporary.persist_noclobber(&args.output) };
-    persisted.map_err(|e| match e.error.kind() {
-        std::io::ErrorKind::AlreadyExists => exists(&args.output),
-        _ => anyhow::Error::new(e.error).context(format!("cannot write {shown}")),
-    })?;
+    output.finish()?;
     eprintln!(
         "{shown}: {} tensors, {} in {:.1} s{}",
         tensors.len(),
@@ -158,8 +146,22 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn exists(path: &Path) -> anyhow::Error {
-    Failure::error(EXIT_USAGE, format!("{} exists; --force replaces it", path.display()))
+/// Refuses to write over a file that is read: one of the checkpoint's, under whatever name, or the importance matrix.
+fn refuse_inputs(args: &ConvertArgs) -> anyhow::Result<()> {
+    let identity = |path: &Path| path.metadata().ok().map(|m| (m.dev(), m.ino()));
+    let Some(output) = identity(&args.output) else { return Ok(()) };
+    let listed = args.from.read_dir().with_context(|| format!("cannot list {}", args.from.display()))?;
+    // Of a checkpoint's directory everything may be read but an earlier result.
+    let files = listed.flatten().map(|e| e.path()).filter(|p| p.extension().is_none_or(|e| e != "gguf"));
+    let input = files.chain(args.imatrix.clone()).find(|p| identity(p) == Some(output));
+    match input {
+        Some(input) => {
+            let (output, input) = (args.output.display(), input.display());
+            let why = format!("-o {output} is an input of the conversion ({input}); give another file");
+            Err(Failure::error(EXIT_USAGE, why))
+        }
+        None => Ok(()),
+    }
 }
 
 /// The file's metadata.

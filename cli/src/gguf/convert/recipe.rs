@@ -67,6 +67,8 @@ impl Class {
 /// `CLASS[@FIRST[-LAST]]=TYPE`: another type for a class, perhaps in some layers only.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Override {
+    /// As it was given.
+    text: String,
     class: Class,
     layers: Option<(u64, u64)>,
     ty: GgmlType,
@@ -99,8 +101,42 @@ impl std::str::FromStr for Override {
             let able: Vec<&str> = GgmlType::ALL.iter().filter(|t| can_quantize(**t)).map(|t| t.name()).collect();
             format!("{ty:?} is not a type that is written; there are {}", able.join(", "))
         })?;
-        Ok(Self { class, layers, ty })
+        Ok(Self { text: s.to_owned(), class, layers, ty })
     }
+}
+
+impl Override {
+    fn fits(&self, class: Class, layer: Option<u64>) -> bool {
+        let inside = |(first, last): (u64, u64)| layer.is_some_and(|l| (first..=last).contains(&l));
+        self.class == class && self.layers.is_none_or(inside)
+    }
+}
+
+/// Refuses overrides that change nothing: of layers or classes that the model does not have, and those of which a later one
+/// takes every tensor.
+///
+/// # Errors
+/// Exit code 2 with what the model has.
+pub fn refuse_idle(overrides: &[Override], tensors: &[(&str, &str, Option<u64>)]) -> anyhow::Result<()> {
+    let refused = |o: &Override, why: String| Err(Failure::error(EXIT_USAGE, format!("--type {}: {why}", o.text)));
+    let end = tensors.iter().filter_map(|(_, _, layer)| *layer).max().map_or(0, |last| last + 1);
+    for (at, o) in overrides.iter().enumerate() {
+        if let Some((_, last)) = o.layers.filter(|(_, last)| *last >= end) {
+            return refused(o, format!("there is no layer {last}; the model has {end}, counted from 0"));
+        }
+        let mut own = tensors
+            .iter()
+            .map(|(name, role, layer)| (Class::of(name, role), *layer))
+            .filter(|(c, l)| o.fits(*c, *l))
+            .peekable();
+        if own.peek().is_none() {
+            return refused(o, "the model has no such tensor".into());
+        }
+        if let Some(later) = overrides[at + 1..].iter().find(|later| own.clone().all(|(c, l)| later.fits(c, l))) {
+            return refused(o, format!("has no effect, since --type {} comes later", later.text));
+        }
+    }
+    Ok(())
 }
 
 /// The type of a tensor: the last override that fits, else the recipe's.
@@ -113,10 +149,7 @@ pub fn type_of(
     (name, role, layer, row): (&str, &str, Option<u64>, u64),
 ) -> anyhow::Result<GgmlType> {
     let class = Class::of(name, role);
-    let fits = |o: &&Override| {
-        o.class == class && o.layers.is_none_or(|(first, last)| layer.is_some_and(|l| (first..=last).contains(&l)))
-    };
-    let ty = match (overrides.iter().rfind(fits), class, recipe) {
+    let ty = match (overrides.iter().rfind(|o| o.fits(class, layer)), class, recipe) {
         (_, Class::Fixed, _) if role == "table" => GgmlType::I32,
         (_, Class::Fixed, _) => GgmlType::F32,
         (Some(o), ..) => o.ty,
@@ -184,6 +217,26 @@ mod tests {
         assert_eq!(ty("blk.0.ffn_gate_tid2eid.weight", "table", Some(0)), GgmlType::I32);
         let error = type_of(Recipe::Q4, &[], ("blk.0.ffn_up_exps.weight", "experts", Some(0), 64)).unwrap_err();
         assert!(error.to_string().contains("--type experts=f16"), "{error}");
+        let tensors = [
+            ("output.weight", "matrix", None),
+            ("blk.0.ffn_up_exps.weight", "experts", Some(0)),
+            ("blk.1.ffn_up_exps.weight", "experts", Some(1)),
+        ];
+        let idle = |given: &[&str]| {
+            let overrides: Vec<Override> = given.iter().map(|s| parse(s).unwrap()).collect();
+            refuse_idle(&overrides, &tensors).map_err(|e| e.to_string())
+        };
+        let works = ["experts=q4_k", "experts@1=q8_0", "output=f16"];
+        assert_eq!(idle(&works), Ok(()));
+        for (given, says) in [
+            (&["experts@5-99=f16"][..], "--type experts@5-99=f16: there is no layer 99; the model has 2"),
+            (&["experts@1-2=f16"], "there is no layer 2"),
+            (&["shared=f16"], "no such tensor"),
+            (&["experts@1=q8_0", "experts=q4_k"], "--type experts@1=q8_0: has no effect, since --type experts=q4_k"),
+        ] {
+            let error = idle(given).unwrap_err();
+            assert!(error.contains(says), "{given:?}: {error}");
+        }
         for (bad, says) in [
             ("experts", "CLASS=TYPE"),
             ("expert=q4_k", "experts-down"),

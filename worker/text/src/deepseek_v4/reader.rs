@@ -116,7 +116,8 @@ impl AnswerReader {
     fn speaks(&self, token: u32) -> bool {
         let token = Some(token);
         if token == self.rules.think || token == self.rules.end_think {
-            self.parser.has_place_for_think(token == self.rules.end_think)
+            let unfinished = self.decoder.is_inside_character();
+            self.parser.has_place_for_think(token == self.rules.end_think, unfinished)
         } else {
             token == self.rules.dsml
         }
@@ -168,11 +169,10 @@ impl Reader for AnswerReader {
         if !self.parser.is_thinking() {
             self.forced.take(token);
         }
-        let mut pieces = Vec::new();
+        let (mut pieces, mut events) = (Vec::new(), Vec::new());
         if (control && !self.speaks(token)) || bytes.is_empty() {
             self.ledger.token(None);
         } else {
-            let mut events = Vec::new();
             let broken = self.decoder.break_off(bytes);
             if !broken.is_empty() {
                 self.decoded += broken.len();
@@ -188,10 +188,10 @@ impl Reader for AnswerReader {
             } else {
                 self.parser.push(&text)
             });
-            self.take(events, &mut pieces);
-            self.place();
-            self.ended |= self.parser.closed();
         }
+        self.take(events, &mut pieces);
+        self.place();
+        self.ended |= self.parser.closed();
         Read { pieces, settled: self.ledger.settle(None), ended: self.ended }
     }
 

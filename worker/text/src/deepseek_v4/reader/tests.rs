@@ -275,6 +275,14 @@ fn deepseek_v4_unfinished_characters_belong_to_the_tokens_that_began_them() {
         assert_eq!(heard.text, format!("One {shown}, two {shown}"), "{part:?}");
         assert_eq!(heard.parts[0], [b"One ", part, b", two ", part].concat(), "{part:?}");
         assert_eq!(heard.part(2), "</think>｜DSML｜");
+        // A second end of the reasoning is a slip once something was said, be it unfinished.
+        let said = [of("</think>"), bytes(part), of("</think>Yes "), bytes(part), of("<think>")].concat();
+        let heard = play_tokens(&plain, &[], said, false);
+        assert_eq!((heard.text.clone(), heard.reasoning.as_str()), (format!("{shown}Yes {shown}"), ""), "{part:?}");
+        assert_eq!(
+            (&heard.parts[0], heard.part(2).as_str()),
+            (&[part, b"Yes ", part].concat(), "</think></think><think>")
+        );
         let heard = play_tokens(&plain, &[], [of("Hm "), bytes(part)].concat(), true);
         assert_eq!((heard.reasoning, &heard.parts[1]), (format!("Hm {shown}"), &[b"Hm ", part].concat()));
     }

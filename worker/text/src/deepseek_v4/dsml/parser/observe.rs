@@ -53,12 +53,12 @@ impl Parser {
     }
 
     /// True where the token that begins reasoning (`closes`: ends it) means something, or is part of a value; elsewhere it is
-    /// the model's slip.
-    pub fn has_place_for_think(&self, closes: bool) -> bool {
+    /// the model's slip. `unfinished`: a part of a character was generated that was not pushed yet.
+    pub fn has_place_for_think(&self, closes: bool, unfinished: bool) -> bool {
         match self.state {
-            State::ThinkingStart => true,
+            State::ThinkingStart => closes || !unfinished,
             State::Thinking => closes,
-            State::Content => !self.spoken && self.calls == 0,
+            State::Content => !self.spoken && !unfinished && self.calls == 0,
             State::Block | State::Call | State::Stopped => true,
         }
     }
