@@ -101,8 +101,9 @@ constexpr int SPLIT = 4;
 template <class T, int NT>
 __device__ __forceinline__ void product(const Pair& p, const Acts& x, const Items& items, uint8_t* shared) {
     constexpr int ROWS = 4 * NT, GROUPS = NT == 1 ? 2 : 1;
-    Luts* luts = reinterpret_cast<Luts*>(shared);
-    float* parts = reinterpret_cast<float*>(shared + (T::LUT ? sizeof(Luts) : 0));
+    using Tables = Luts<16>;
+    Tables* luts = reinterpret_cast<Tables*>(shared);
+    float* parts = reinterpret_cast<float*>(shared + (T::LUT ? sizeof(Tables) : 0));
     if (T::LUT) {
         fill(luts);
         __syncthreads();
@@ -162,10 +163,10 @@ __device__ __forceinline__ void product(const Pair& p, const Acts& x, const Item
                 typename T::Frag next = frag;
                 if (sb + 1 < end_sb) load(next, at, sb + 1);
                 else if (more) load(next, here, first_sb);
-                T::template add<NT>(frag, luts, x, cols, sb, lane, sum);
+                T::add(frag, luts, Global<NT>{x, cols, sb, lane}, lane, sum);
                 frag = next;
             } else {
-                T::template add<NT>(frag, luts, x, cols, sb, lane, sum);
+                T::add(frag, luts, Global<NT>{x, cols, sb, lane}, lane, sum);
                 if (sb + 1 < end_sb) load(frag, at, sb + 1);
                 else if (more) load(frag, here, first_sb);
             }
@@ -184,6 +185,154 @@ __device__ __forceinline__ void product(const Pair& p, const Acts& x, const Item
             out[int64_t(out_row(i / 16)) * p.outputs + at.tile * 16 + i % 16] = v;
         }
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    }
+}
+
+// As `product`, for many rows: an item is up to 64, whose activations a block of 8 warps holds in shared memory, one superblock at a
+// time with the next on its way. A warp has a tile of 16 outputs and all superblocks, so a weight is decoded once for 64 rows; it ends a
+// sum at each quarter of the row, as the warps of `product` do, and does the same operations on it in the same order.
+constexpr int WARPS = 8;
+
+template <class T>
+struct Shared {
+    Stage<T::MINS> stages[2];
+    int2 rows[2][STAGE_ROWS];   // of this unit and the next: first superblock of the input row, output row
+    float all[T::ASIDE ? WARPS * 2 * (STAGE_ROWS / 4) * 32 : 4];
+    Luts<T::LUT ? 8 : 0> luts;  // eight copies, for which there is room
+};
+// As `tile_shape` in kernels/src/cuda/quantized.rs has them.
+static_assert(sizeof(Shared<TiledQ8_0>) == 99888 && sizeof(Shared<TiledQ2_K>) == 75296 && sizeof(Shared<TiledIQ2_XXS>) == 91696);
+
+// A unit of up to 4 * NT rows and 8 tiles. `next(sb)` starts the copies of what comes after superblock sb, and `stage` counts superblocks.
+template <class T, int NT, class Next>
+__device__ __forceinline__ void unit_of(const Tiled w, float* out, int outputs, int nsb, int at, int tile, int n, const int2* rows, Shared<T>* shared, int& stage, Next next) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const bool mine = tile * 16 < outputs;
+    typename T::Frag frag;
+    if (mine) T::load(frag, w, at, lane);
+    constexpr int PASSES = NT > T::PASS ? NT / T::PASS : 1, M = NT / PASSES;
+    float kept[T::ASIDE ? 1 : 2 * NT], sum[PASSES][M][2];
+    const auto all = [&](int i) -> float& {
+        if constexpr (T::ASIDE) return shared->all[((threadIdx.x >> 5) * (STAGE_ROWS / 2) + i) * 32 + lane];
+        else return kept[i];
+    };
+#pragma unroll
+    for (int i = 0; i < 2 * NT; i++) all(i) = 0.0f;
+    int sb = 0;
+#pragma unroll 1
+    for (int s = 0; s < SPLIT; s++) {
+#pragma unroll
+        for (int k = 0; k < NT; k++) sum[k / M][k % M][0] = sum[k / M][k % M][1] = 0.0f;
+#pragma unroll 1
+        for (const int end = nsb * (s + 1) / SPLIT; sb < end; sb++) {
+            // This superblock's copies have arrived, and no warp reads the buffer that the next ones go to.
+            asm volatile("cp.async.wait_all;" ::: "memory");
+            __syncthreads();
+            next(sb);
+            if (mine) {
+                typename T::Frag now = frag;
+                if (T::AHEAD && sb + 1 < nsb) T::load(frag, w, at + sb + 1, lane);
+#pragma unroll
+                for (int k = 0; k < PASSES; k++) T::add(now, &shared->luts, Staged(shared->stages[stage & 1], lane, k * M), lane, sum[k]);
+                if (!T::AHEAD && sb + 1 < nsb) T::load(frag, w, at + sb + 1, lane);
+            }
+            stage++;
+        }
+#pragma unroll
+        for (int k = 0; k < NT; k++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float& v = all(2 * k + i);
+                v = s == 0 ? sum[k / M][k % M][i] : __fadd_rn(v, sum[k / M][k % M][i]);
+            }
+    }
+    if (!mine) return;
+    float* to = out + tile * 16 + g;
+#pragma unroll
+    for (int k = 0; k < NT; k++)
+        if (4 * k + t < n) {
+            float* row = to + int64_t(rows[4 * k + t].y) * outputs;
+            row[0] = all(2 * k);
+            row[8] = all(2 * k + 1);
+        }
+}
+
+template <class T>
+__device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const Items& items, uint8_t* memory) {
+    Shared<T>* shared = reinterpret_cast<Shared<T>*>(memory);
+    if constexpr (T::LUT) fill(&shared->luts);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int tiles = p.outputs / 16, groups = (tiles + WARPS - 1) / WARPS, nsb = p.superblocks;
+    const int count = items.list ? *items.count : (items.rows + STAGE_ROWS - 1) / STAGE_ROWS * items.matrices;
+    const int units = count * groups * p.count;
+    struct Where {
+        int group, which, matrix, first, n;
+    };
+    // Units that run together share weights, of plain products; of listed ones, the rows, because their weights differ.
+    const auto locate = [&](int unit) {
+        Where at;
+        const int item = items.list ? unit / groups % count : unit % count;
+        at.group = items.list ? unit % groups : unit / count % groups;
+        at.which = unit / groups / count;
+        if (items.list) {
+            const int4 it = items.list[item];
+            at.matrix = it.x, at.first = it.y, at.n = it.z;
+        } else {
+            at.matrix = item % items.matrices;
+            at.first = item / items.matrices * STAGE_ROWS;
+            at.n = min(STAGE_ROWS, items.rows - at.first);
+        }
+        return at;
+    };
+    // Rows past the end repeat the last one; their sums are not written.
+    const auto find_rows = [&](const Where& at, int2* rows) {
+        const int j = threadIdx.x;
+        if (j < STAGE_ROWS) {
+            const int r = at.first + min(j, at.n - 1), o = items.list ? items.order[r] : r * items.matrices + at.matrix;
+            rows[j] = make_int2((items.list ? o / items.per_row : o) * nsb, o);
+        }
+    };
+    // Starts the copies of superblock sb for 32 or 64 rows. A warp copies whole rows.
+    const auto start = [&](int n, const int2* rows, int sb, Stage<T::MINS>& to) {
+        const int padded = T::HALF && n <= STAGE_ROWS / 2 ? STAGE_ROWS / 2 : STAGE_ROWS;
+#pragma unroll 2
+        for (int j = warp; j < padded; j += WARPS) {
+            const int64_t from = rows[j].x + sb;
+            copy16(to.q + stage_at(j, lane / 4) + lane % 4 * 16, x.q + from * ACT_Q + lane * 16);
+            if (T::MINS && lane < ACT_M / 16) copy16(to.m + j * ACT_M + lane * 16, x.m + from * ACT_M + lane * 16);
+            if (lane == 31) copy4(to.scale + j, x.scale + from);
+        }
+    };
+    int unit = blockIdx.x, stage = 0;
+    if (unit >= units) return;
+    Where here = locate(unit);
+    find_rows(here, shared->rows[0]);
+    __syncthreads();
+    start(here.n, shared->rows[0], 0, shared->stages[0]);
+    for (int turn = 0; unit < units; turn++) {
+        const Where at = here;
+        const bool more = unit + gridDim.x < units;
+        if (more) here = locate(unit + gridDim.x);
+        const int2* rows = shared->rows[turn & 1];
+        int2* after = shared->rows[(turn + 1) & 1];
+        // All warps have written the results of the unit before this one, whose rows these were. The next unit's are read after the
+        // barrier of this one's first superblock.
+        __syncthreads();
+        if (more) find_rows(here, after);
+        const auto next = [&](int sb) {
+            Stage<T::MINS>& to = shared->stages[(stage + 1) & 1];
+            if (sb + 1 < nsb) start(at.n, rows, sb + 1, to);
+            else if (more) start(here.n, after, 0, to);
+        };
+        Tiled w = p.w[0];
+        if (at.which) w = p.w[1];
+        float* out = at.which ? p.out[1] : p.out[0];
+        const int tile = at.group * WARPS + warp, first = (at.matrix * tiles + tile) * nsb;
+        if (T::HALF && at.n <= STAGE_ROWS / 2)
+            unit_of<T, 8>(w, out, p.outputs, nsb, first, tile, at.n, rows, shared, stage, next);
+        else
+            unit_of<T, 16>(w, out, p.outputs, nsb, first, tile, at.n, rows, shared, stage, next);
+        unit += gridDim.x;
     }
 }
 
@@ -231,3 +380,10 @@ extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* ids,
         product<Tiled##T, 4>(p, x, items, shared);                                                                                  \
     }
 FOR_EACH_TILED(KERNELS)
+
+#define WIDE_KERNEL(T)                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(256, 1) product_##T##_16(Pair p, Acts x, Items items) {                            \
+        extern __shared__ __align__(16) uint8_t aligned[];                                                                          \
+        wide_product<Tiled##T>(p, x, items, aligned);                                                                               \
+    }
+FOR_EACH_WIDE(WIDE_KERNEL)

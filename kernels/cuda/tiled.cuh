@@ -63,19 +63,87 @@ struct Columns {
     __device__ __forceinline__ int get(int n, int lane) const { return __shfl_sync(~0u, feed[n], (lane & 3) * 8); }
 };
 
-constexpr int LUT_WIDTH = 16;
+// Where `add` takes activations from: column n * 8 + g in step s; its sums over 16; the sums over 32 and the scale of row n * 4 + t.
+// This one reads global memory.
+template <int NT>
+struct Global {
+    const Acts& x;
+    const Columns<NT>& cols;
+    int sb, lane;
+    __device__ __forceinline__ int feed() const { return (lane >> 2 & 1) * 32 + (lane & 3) * 8; }
+    __device__ __forceinline__ void step(int) const {}
+    __device__ __forceinline__ uint2 q(int n, int s) const { return load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + s * 64 + feed()); }
+    __device__ __forceinline__ uint2 m(int n) const { return load8(x.m + int64_t(cols.feed[n] + sb) * ACT_M + feed()); }
+    __device__ __forceinline__ const int* sums(int n) const { return x.sums + int64_t(cols.get(n, lane) + sb) * ACT_SUMS; }
+    __device__ __forceinline__ int sum(const int* of, int g) const { return __ldg(of + g); }
+    __device__ __forceinline__ float scale(int n) const { return __ldg(x.scale + cols.get(n, lane) + sb); }
+};
 
-// IQ2_XXS tables in shared memory, one copy for each of 16 lanes: no bank conflicts.
+constexpr int STAGE_ROWS = 64;
+
+// The compiler's schedules for sm_121 need more registers, so that its wide kernels compute fewer columns at once.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool ROOMY = false;
+#else
+constexpr bool ROOMY = true;
+#endif
+
+// One superblock of 64 activation rows in shared memory. Steps of odd rows are swapped in pairs, so that the two rows that half a warp
+// reads lie in different banks.
+template <bool MINS>
+struct Stage {
+    uint8_t q[STAGE_ROWS * ACT_Q];
+    float scale[STAGE_ROWS];
+    uint8_t m[MINS ? STAGE_ROWS * ACT_M : 16];
+};
+
+__device__ __forceinline__ int stage_at(int row, int step) { return row * ACT_Q + ((step ^ (row & 1)) * 64); }
+
+// A `Stage` as `add` reads it, from column 8 * first on.
+struct Staged {
+    const uint8_t* even;
+    const uint8_t* odd;
+    const uint8_t* mins;
+    const float* scales;
+    template <bool MINS>
+    __device__ __forceinline__ Staged(const Stage<MINS>& s, int lane, int first) {
+        const int g = lane >> 2, t = lane & 3, feed = (g & 1) * 32 + t * 8;
+        even = s.q + stage_at(g >> 1, 0) + feed + first * (4 * ACT_Q);
+        odd = s.q + stage_at(g >> 1, 1) + feed + first * (4 * ACT_Q);
+        mins = s.m + (g >> 1) * ACT_M + feed + first * (4 * ACT_M);
+        scales = s.scale + 4 * first + t;
+    }
+    // Begins step s. The barrier keeps the compiler from fetching many steps' activations at once, for which there are no registers.
+    __device__ __forceinline__ void step(int s) const {
+        if (s % 2 == 0) __syncwarp();
+    }
+    __device__ __forceinline__ uint2 q(int n, int s) const {
+        return *reinterpret_cast<const uint2*>((s & 1 ? odd : even) + n * (4 * ACT_Q) + (s >> 1) * 128);
+    }
+    __device__ __forceinline__ uint2 m(int n) const { return *reinterpret_cast<const uint2*>(mins + n * (4 * ACT_M)); }
+    __device__ __forceinline__ float scale(int n) const { return scales[4 * n]; }
+};
+
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy4(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+
+// IQ2_XXS tables in shared memory, in WIDTH copies: with 16, lanes meet in no bank; 8 leave room for stages.
+template <int WIDTH>
 struct Luts {
-    uint2 grid[256 * LUT_WIDTH];
-    uint2 signs[128 * LUT_WIDTH];
+    uint2 grid[256 * WIDTH + (WIDTH == 0)];
+    uint2 signs[128 * WIDTH + (WIDTH == 0)];
 };
 
 __device__ __forceinline__ uint32_t byte_mask(uint32_t four) { return ((four * 0x00204081u) & 0x01010101u) * 255u; }
 
 // By a block of at least 128 threads. Each thread writes the copies of an entry, starting at another one than its neighbours: they would
 // all meet in one bank.
-__device__ __forceinline__ void fill(Luts* l) {
+template <int LUT_WIDTH>
+__device__ __forceinline__ void fill(Luts<LUT_WIDTH>* l) {
     for (int i = threadIdx.x; i < 256; i += blockDim.x) {
         const uint64_t e = IQ2_XXS_GRID[i];
 #pragma unroll
@@ -92,8 +160,13 @@ __device__ __forceinline__ void fill(Luts* l) {
 struct TiledQ8_0 {
     static constexpr int CHUNKS = 4, SIDE = 16, SIDE2 = 0;
     static constexpr bool LUT = false;
+    static constexpr bool MINS = false;     // whether it takes sums of activations over 16
+    static constexpr bool ASIDE = true;     // the wide kernel's sums of quarters in shared memory, for want of registers
+    static constexpr bool HALF = false;     // whether items of up to 32 rows have their own code
+    static constexpr bool AHEAD = ROOMY;    // whether the wide kernel loads weights one superblock ahead
     static constexpr bool PREFETCH = false;  // the next superblock while one is computed: where its registers fit
     static constexpr int BLOCKS = 2;        // per multiprocessor, of the narrow kernel
+    static constexpr int PASS = ROOMY ? 16 : 4;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = Q8_0;
     struct Frag {
         uint4 q[4][2], d[2];
@@ -107,21 +180,21 @@ struct TiledQ8_0 {
 #pragma unroll
         for (int h = 0; h < 2; h++) f.d[h] = *reinterpret_cast<const uint4*>(w.side + (int64_t(at) * 16 + h * 8 + lane / 4) * 16);
     }
-    template <int NT>
-    static __device__ __forceinline__ void add(const Frag& f, const Luts*, const Acts& x, const Columns<NT>& cols, int sb, int lane, float (&sum)[NT][2]) {
-        const int t = lane & 3, part = lane >> 2 & 1;
+    template <int NT, class L, class X>
+    static __device__ __forceinline__ void add(const Frag& f, const L*, const X& x, int lane, float (&sum)[NT][2]) {
         float p[NT][2];
 #pragma unroll
         for (int n = 0; n < NT; n++) p[n][0] = p[n][1] = 0.0f;
 #pragma unroll
         for (int b = 0; b < 8; b++) {
+            x.step(b);
             const uint4 qa = f.q[b / 2][0], qb = f.q[b / 2][1];
             const uint32_t wa = (&f.d[0].x)[b / 2], wb = (&f.d[1].x)[b / 2];
             const float da = b & 1 ? high_half(wa) : low_half(wa), db = b & 1 ? high_half(wb) : low_half(wb);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int c[4] = {0, 0, 0, 0};
-                const uint2 v = load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + b * 64 + part * 32 + t * 8);
+                const uint2 v = x.q(n, b);
                 mma_s8(c, b & 1 ? qa.z : qa.x, b & 1 ? qb.z : qb.x, b & 1 ? qa.w : qa.y, b & 1 ? qb.w : qb.y, v);
                 p[n][0] = __fmaf_rn(da, float(256 * c[0] + c[1]), p[n][0]);
                 p[n][1] = __fmaf_rn(db, float(256 * c[2] + c[3]), p[n][1]);
@@ -129,7 +202,7 @@ struct TiledQ8_0 {
         }
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const float s = __ldg(x.scale + cols.get(n, lane) + sb);
+            const float s = x.scale(n);
             sum[n][0] = __fmaf_rn(s, p[n][0], sum[n][0]);
             sum[n][1] = __fmaf_rn(s, p[n][1], sum[n][1]);
         }
@@ -150,8 +223,13 @@ struct TiledQ8_0 {
 struct TiledQ2_K {
     static constexpr int CHUNKS = 1, SIDE = 16, SIDE2 = 4;
     static constexpr bool LUT = false;
+    static constexpr bool MINS = true;      // whether it takes sums of activations over 16
+    static constexpr bool ASIDE = false;
+    static constexpr bool HALF = true;
+    static constexpr bool AHEAD = true;
     static constexpr bool PREFETCH = true;  // the next superblock while one is computed: where its registers fit
     static constexpr int BLOCKS = 2;        // per multiprocessor, of the narrow kernel
+    static constexpr int PASS = ROOMY ? 16 : 8;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = Q2_K;
     struct Frag {
         uint4 q[2];
@@ -169,9 +247,9 @@ struct TiledQ2_K {
             f.d[h] = load4(w.side2 + row * 4);
         }
     }
-    template <int NT>
-    static __device__ __forceinline__ void add(const Frag& f, const Luts*, const Acts& x, const Columns<NT>& cols, int sb, int lane, float (&sum)[NT][2]) {
-        const int t = lane & 3, part = lane >> 2 & 1, sub = t & 1;
+    template <int NT, class L, class X>
+    static __device__ __forceinline__ void add(const Frag& f, const L*, const X& x, int lane, float (&sum)[NT][2]) {
+        const int sub = lane & 1;
         int total[NT][4], mins[NT][4];
 #pragma unroll
         for (int n = 0; n < NT; n++)
@@ -184,21 +262,22 @@ struct TiledQ2_K {
             const uint32_t sc = ((s < 2 ? f.s[1].x : f.s[1].y) >> (16 * (s & 1) + 8 * sub)) & 15;
 #pragma unroll
             for (int u = 0; u < 2; u++) {
+                x.step(2 * s + u);
                 const uint32_t a0 = (((u ? f.q[0].z : f.q[0].x) >> (2 * s)) & 0x03030303u) * sa;
                 const uint32_t a2 = (((u ? f.q[0].w : f.q[0].y) >> (2 * s)) & 0x03030303u) * sa;
                 const uint32_t a1 = (((u ? f.q[1].z : f.q[1].x) >> (2 * s)) & 0x03030303u) * sc;
                 const uint32_t a3 = (((u ? f.q[1].w : f.q[1].y) >> (2 * s)) & 0x03030303u) * sc;
 #pragma unroll
                 for (int n = 0; n < NT; n++)
-                    mma_u8(total[n], a0, a1, a2, a3, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + (2 * s + u) * 64 + part * 32 + t * 8));
+                    mma_u8(total[n], a0, a1, a2, a3, x.q(n, 2 * s + u));
             }
         }
         const float da = low_half(f.d[0]), ma = high_half(f.d[0]), db = low_half(f.d[1]), mb = high_half(f.d[1]);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const uint2 v = load8(x.m + int64_t(cols.feed[n] + sb) * ACT_M + part * 32 + t * 8);
+            const uint2 v = x.m(n);
             mma_u8(mins[n], f.m[0] & 0xf0f0f0f0u, f.m[1] & 0xf0f0f0f0u, (f.m[0] >> 4) & 0x0f0f0f0fu, (f.m[1] >> 4) & 0x0f0f0f0fu, v);
-            const float s = __ldg(x.scale + cols.get(n, lane) + sb);
+            const float s = x.scale(n);
             const float ta = __fmul_rn(da, float(256 * total[n][0] + total[n][1])), tb = __fmul_rn(db, float(256 * total[n][2] + total[n][3]));
             sum[n][0] = __fmaf_rn(s, __fmaf_rn(-ma, float(256 * mins[n][0] + mins[n][1]), ta), sum[n][0]);
             sum[n][1] = __fmaf_rn(s, __fmaf_rn(-mb, float(256 * mins[n][2] + mins[n][3]), tb), sum[n][1]);
@@ -245,9 +324,8 @@ struct TiledQ4_K {
             mn = ((s.w >> (at + 4)) & 15) | (((s.z >> at) >> 2) & 48);
         }
     }
-    template <int NT>
-    static __device__ __forceinline__ void add(const Frag& f, const Luts*, const Acts& x, const Columns<NT>& cols, int sb, int lane, float (&sum)[NT][2]) {
-        const int t = lane & 3, part = lane >> 2 & 1;
+    template <int NT, class L, class X>
+    static __device__ __forceinline__ void add(const Frag& f, const L*, const X& x, int lane, float (&sum)[NT][2]) {
         int total[NT][4], mins[NT][2];
         const int* sums[NT];
 #pragma unroll
@@ -255,10 +333,11 @@ struct TiledQ4_K {
 #pragma unroll
             for (int i = 0; i < 4; i++) total[n][i] = 0;
             mins[n][0] = mins[n][1] = 0;
-            sums[n] = x.sums + int64_t(cols.get(n, lane) + sb) * ACT_SUMS;
+            sums[n] = x.sums(n);
         }
 #pragma unroll
         for (int g = 0; g < 8; g++) {
+            x.step(g);
             const int h = g / 2, shift = 4 * (g & 1);
             const uint4 qa = f.q[h / 2][0], qb = f.q[h / 2][1];
             const uint32_t a0 = ((h & 1 ? qa.z : qa.x) >> shift) & 0x0f0f0f0fu, a2 = ((h & 1 ? qa.w : qa.y) >> shift) & 0x0f0f0f0fu;
@@ -269,12 +348,12 @@ struct TiledQ4_K {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int c[4] = {0, 0, 0, 0};
-                mma_s8(c, a0, a1, a2, a3, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + g * 64 + part * 32 + t * 8));
+                mma_s8(c, a0, a1, a2, a3, x.q(n, g));
                 total[n][0] += c[0] * sa;
                 total[n][1] += c[1] * sa;
                 total[n][2] += c[2] * sc;
                 total[n][3] += c[3] * sc;
-                const int z = __ldg(sums[n] + g);
+                const int z = x.sum(sums[n], g);
                 mins[n][0] += na * z;
                 mins[n][1] += nb * z;
             }
@@ -282,7 +361,7 @@ struct TiledQ4_K {
         const float da = low_half(f.s[0].x), ma = high_half(f.s[0].x), db = low_half(f.s[1].x), mb = high_half(f.s[1].x);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const float s = __ldg(x.scale + cols.get(n, lane) + sb);
+            const float s = x.scale(n);
             const float ta = __fmul_rn(da, join(total[n][0], total[n][1])), tb = __fmul_rn(db, join(total[n][2], total[n][3]));
             sum[n][0] = __fmaf_rn(s, __fmaf_rn(-ma, float(mins[n][0]), ta), sum[n][0]);
             sum[n][1] = __fmaf_rn(s, __fmaf_rn(-mb, float(mins[n][1]), tb), sum[n][1]);
@@ -307,8 +386,13 @@ struct TiledQ4_K {
 struct TiledIQ2_XXS {
     static constexpr int CHUNKS = 1, SIDE = 0, SIDE2 = 2;
     static constexpr bool LUT = true;
+    static constexpr bool MINS = false;
+    static constexpr bool ASIDE = false;
+    static constexpr bool HALF = true;
+    static constexpr bool AHEAD = true;
     static constexpr bool PREFETCH = true;  // the next superblock while one is computed: where its registers fit
     static constexpr int BLOCKS = 2;        // per multiprocessor, of the narrow kernel
+    static constexpr int PASS = ROOMY ? 16 : 8;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = IQ2_XXS;
     struct Frag {
         uint4 q[2];
@@ -331,14 +415,16 @@ struct TiledIQ2_XXS {
         v |= __shfl_xor_sync(~0u, v, 2);
         return v;
     }
-    static __device__ __forceinline__ uint2 eight(const Luts* l, uint32_t v, int lane) {
-        const uint2 g = l->grid[(v & 255) * LUT_WIDTH + (lane & 15)], m = l->signs[((v >> 8) & 127) * LUT_WIDTH + (lane & 15)];
+    template <int WIDTH>
+    static __device__ __forceinline__ uint2 eight(const Luts<WIDTH>* l, uint32_t v, int lane) {
+        const int copy = lane & (WIDTH - 1);
+        const uint2 g = l->grid[(v & 255) * WIDTH + copy], m = l->signs[((v >> 8) & 127) * WIDTH + copy];
         // Negation of the bytes under the mask; no byte is 0, so no carry leaves one.
         return make_uint2((g.x ^ m.x) + (m.x & 0x01010101u), (g.y ^ m.y) + (m.y & 0x01010101u));
     }
-    template <int NT>
-    static __device__ __forceinline__ void add(const Frag& f, const Luts* l, const Acts& x, const Columns<NT>& cols, int sb, int lane, float (&sum)[NT][2]) {
-        const int t = lane & 3, part = lane >> 2 & 1;
+    template <int NT, class L, class X>
+    static __device__ __forceinline__ void add(const Frag& f, const L* l, const X& x, int lane, float (&sum)[NT][2]) {
+        const int t = lane & 3;
         const uint32_t wa[4] = {f.q[0].x, f.q[0].y, f.q[0].z, f.q[0].w}, wb[4] = {f.q[1].x, f.q[1].y, f.q[1].z, f.q[1].w};
         const uint32_t sa = scales(f.q[0], t), sc = scales(f.q[1], t);
         int total[NT][4];
@@ -348,12 +434,13 @@ struct TiledIQ2_XXS {
             for (int i = 0; i < 4; i++) total[n][i] = 0;
 #pragma unroll
         for (int g = 0; g < 8; g++) {
+            x.step(g);
             const uint2 a = eight(l, wa[g / 2] >> (16 * (g & 1)), lane), b = eight(l, wb[g / 2] >> (16 * (g & 1)), lane);
             const int ka = 2 * ((sa >> (4 * g)) & 15) + 1, kb = 2 * ((sc >> (4 * g)) & 15) + 1;
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int c[4] = {0, 0, 0, 0};
-                mma_s8(c, a.x, b.x, a.y, b.y, load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + g * 64 + part * 32 + t * 8));
+                mma_s8(c, a.x, b.x, a.y, b.y, x.q(n, g));
                 total[n][0] += c[0] * ka;
                 total[n][1] += c[1] * ka;
                 total[n][2] += c[2] * kb;
@@ -363,7 +450,7 @@ struct TiledIQ2_XXS {
         const float da = __fmul_rn(low_half(f.d), 0.125f), db = __fmul_rn(high_half(f.d), 0.125f);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            const float s = __ldg(x.scale + cols.get(n, lane) + sb);
+            const float s = x.scale(n);
             sum[n][0] = __fmaf_rn(s, __fmul_rn(da, join(total[n][0], total[n][1])), sum[n][0]);
             sum[n][1] = __fmaf_rn(s, __fmul_rn(db, join(total[n][2], total[n][3])), sum[n][1]);
         }
@@ -387,3 +474,5 @@ struct TiledIQ2_XXS {
 };
 
 #define FOR_EACH_TILED(X) X(Q8_0) X(Q2_K) X(Q4_K) X(IQ2_XXS)
+// Those that have a wide kernel: Q4_K's sums, totals and minima of 64 rows need more registers than there are.
+#define FOR_EACH_WIDE(X) X(Q8_0) X(Q2_K) X(IQ2_XXS)

@@ -82,9 +82,11 @@ impl MoeOps for CudaDevice {
         let (gate, up) = (s.gate.at_least(self.context(), len), s.up.at_least(self.context(), len));
         let parts = s.parts.at_least(self.context(), assignments.max(16) * hidden * 4);
         let ids = routing.ids.start();
-        let listed = [&experts.gate, &experts.up, &experts.down].iter().any(|w| w.is_tiled());
-        let rows_of = listed
-            .then(|| quantized::Rows::Listed(quantized::group(self, &mut s.groups, ids, assignments, experts.count)));
+        let tiled = [&experts.gate, &experts.up, &experts.down].into_iter().filter(|w| w.is_tiled());
+        let tiled: Vec<_> = tiled.map(|w| w.ty).collect();
+        let rows_of = (!tiled.is_empty()).then(|| {
+            quantized::Rows::Listed(quantized::group(self, &mut s.groups, &tiled, ids, assignments, experts.count))
+        });
         let exact = |w: &CudaWeight, outputs: usize, from: DevicePtr, per_row: usize, to: DevicePtr| {
             let args = (w.start(), long(w.row_bytes), int(w.cols), int(outputs), int(per_row));
             let all: [&dyn KernelArg; 8] = [&args.0, &args.1, &args.2, &args.3, &ids, &from, &args.4, &to];

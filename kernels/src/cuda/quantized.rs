@@ -11,11 +11,76 @@ use ds4_manifests::GgmlType;
 /// Outputs of a tile, and columns of a superblock.
 pub(super) const TILE: usize = 16;
 pub(super) const SUPERBLOCK: usize = 256;
-/// Activation rows per item of the narrow and of the wide kernel.
-const NARROW: usize = 4;
-const WIDE: usize = 16;
-/// The IQ2_XXS kernel's tables in shared memory (`Luts` in tiled.cuh).
-const LUTS: usize = (256 + 128) * 16 * 8;
+/// Bytes of one copy of the IQ2_XXS kernel's tables in shared memory (`Luts` in tiled.cuh).
+const TABLES: usize = (256 + 128) * 8;
+
+/// The kernels of a product, which give the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Width {
+    /// For decoding: reads every weight once for 4 rows.
+    Narrow,
+    /// For 16 rows.
+    Middle,
+    /// For prefill: 64 rows whose activations are in shared memory.
+    Wide,
+}
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug)]
+struct Launch {
+    /// At the end of its name: columns of 8 (4 rows) a warp computes.
+    columns: usize,
+    /// Tiles of 16 outputs that a block computes at once.
+    tiles: usize,
+    threads: u32,
+    blocks_per_multiprocessor: usize,
+    shared: usize,
+}
+
+impl Width {
+    /// Activation rows per item.
+    fn rows(self) -> usize {
+        match self {
+            Self::Narrow => 4,
+            Self::Middle => 16,
+            Self::Wide => 64,
+        }
+    }
+
+    /// The kernel for `rows` rows of each of `matrices` matrices, of `outputs` rows altogether, on a device of so many multiprocessors.
+    fn of_rows(shape: TileShape, rows: usize, matrices: usize, outputs: usize, multiprocessors: usize) -> Self {
+        let wide_units = rows.div_ceil(64) * matrices * outputs.div_ceil(8 * TILE);
+        match rows {
+            ..=4 => Self::Narrow,
+            // Where 64 rows a block leave most of the device idle, 16 are faster.
+            48.. if shape.wide.is_some() && 2 * wide_units >= multiprocessors => Self::Wide,
+            _ => Self::Middle,
+        }
+    }
+
+    /// The kernel for `assignments` of rows to `experts` of types `all`: the widest whose items are about half full.
+    fn of_experts(all: &[GgmlType], assignments: usize, experts: usize) -> Self {
+        let has_wide = || all.iter().all(|ty| tile_shape(*ty).is_some_and(|s| s.wide.is_some()));
+        match assignments / experts {
+            ..8 => Self::Narrow,
+            // At 12 of 64 rows, the middle one is 1.2 times as fast.
+            24.. if has_wide() => Self::Wide,
+            _ => Self::Middle,
+        }
+    }
+
+    fn launch(self, shape: TileShape) -> Launch {
+        let tables = if shape.luts { TABLES } else { 0 };
+        // Sums of four warps are added in shared memory, but for the wide kernel.
+        let sums = 4 * TILE * self.rows() * 4;
+        let (columns, tiles, threads, blocks_per_multiprocessor, shared) = match self {
+            Self::Narrow => (1, 2, 256, shape.blocks, 2 * sums + 16 * tables),
+            Self::Middle => (4, 1, 128, 3, sums + 16 * tables),
+            Self::Wide => (16, 8, 256, 1, shape.wide.unwrap_or(usize::MAX)),
+        };
+        Launch { columns, tiles, threads, blocks_per_multiprocessor, shared }
+    }
+}
 
 /// How products with a type's tiles are launched (`Tiled…` in tiled.cuh).
 #[derive(Clone, Copy, Debug)]
@@ -23,18 +88,22 @@ pub(super) struct TileShape {
     /// Blocks of the narrow kernel per multiprocessor.
     blocks: usize,
     luts: bool,
+    /// Shared memory of the wide kernel (`Shared` in quantized.cu), of types that have one.
+    wide: Option<usize>,
 }
 
 /// The shape for a type that has one; `crate::tiles` has its bytes.
 pub(super) fn tile_shape(ty: GgmlType) -> Option<TileShape> {
-    let (blocks, luts) = match ty {
-        GgmlType::Q8_0 => (2, false),
-        GgmlType::Q2_K => (2, false),
-        GgmlType::Q4_K => (3, false),
-        GgmlType::IQ2_XXS => (2, true),
+    // Two stages of 64 rows with the sums that some types want, and where two items' rows lie; then sums of quarters or tables.
+    let wide = |mins: usize, more: usize| Some(2 * (64 * (512 + 4) + mins + 64 * 8) + more);
+    let (blocks, luts, wide) = match ty {
+        GgmlType::Q8_0 => (2, false, wide(16, 8 * 4 * TILE * 64 + 16)),
+        GgmlType::Q2_K => (2, false, wide(64 * 64, 32)),
+        GgmlType::Q4_K => (3, false, None),
+        GgmlType::IQ2_XXS => (2, true, wide(16, 16 + 8 * TABLES)),
         _ => return None,
     };
-    Some(TileShape { blocks, luts })
+    Some(TileShape { blocks, luts, wide })
 }
 
 /// `Tiled` in tiled.cuh.
@@ -114,7 +183,7 @@ pub(super) struct Listed {
     list: u64,
     count: u64,
     order: u64,
-    wide: bool,
+    width: Width,
     most: usize,
 }
 
@@ -142,17 +211,23 @@ pub(super) fn quantize(d: &CudaDevice, to: &mut Activations, w: &CudaWeight, x: 
     acts
 }
 
-/// Lists the `assignments` expert ids at `ids` by expert.
-pub(super) fn group(d: &CudaDevice, to: &mut Groups, ids: DevicePtr, assignments: usize, experts: usize) -> Listed {
-    // Enough rows per expert to fill the wide kernel's items by half.
-    let wide = assignments >= experts * WIDE / 2;
-    let rows = if wide { WIDE } else { NARROW };
+/// Lists the `assignments` expert ids at `ids` by expert, for products with weights of types `all`.
+pub(super) fn group(
+    d: &CudaDevice,
+    to: &mut Groups,
+    all: &[GgmlType],
+    ids: DevicePtr,
+    assignments: usize,
+    experts: usize,
+) -> Listed {
+    let width = Width::of_experts(all, assignments, experts);
+    let rows = width.rows();
     let most = assignments.min(experts + assignments / rows);
     let listed = Listed {
         list: to.list.at_least(d.context(), most.max(128) * 16),
         count: to.count.at_least(d.context(), 4),
         order: to.order.at_least(d.context(), assignments.max(128) * 4),
-        wide,
+        width,
         most,
     };
     let args = (int(assignments), int(experts), int(rows));
@@ -192,26 +267,24 @@ pub(super) fn product(
         );
         (pair.w[i], pair.out[i]) = (w.tiles(), *o);
     }
-    let (items, most, wide) = match rows {
+    let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
+    let (items, most, width) = match rows {
         Rows::Strided { matrices, rows } => {
-            let wide = rows > NARROW;
-            let most = rows.div_ceil(if wide { WIDE } else { NARROW }) * matrices;
-            (ItemsArg { matrices: int(matrices), rows: int(rows), ..ItemsArg::default() }, most, wide)
+            let width = Width::of_rows(shape, rows, matrices, outputs * w.len(), sms);
+            let most = rows.div_ceil(width.rows()) * matrices;
+            (ItemsArg { matrices: int(matrices), rows: int(rows), ..ItemsArg::default() }, most, width)
         }
         Rows::Listed(l) => {
             let items =
                 ItemsArg { list: l.list, count: l.count, order: l.order, per_row: int(per_row), ..ItemsArg::default() };
-            (items, l.most, l.wide)
+            (items, l.most, l.width)
         }
     };
-    let units = most * (outputs / TILE) * w.len();
-    let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
-    let (n, tiles_at_once, blocks, threads, parts) =
-        if wide { (4, 1, 3, 128, 4 * TILE * WIDE * 4) } else { (1, 2, shape.blocks, 256, 2 * 4 * TILE * NARROW * 4) };
-    let grid = units.div_ceil(tiles_at_once).min(sms * blocks);
-    let shared = parts + if shape.luts { LUTS } else { 0 };
-    let name = format!("product_{}_{n}", first.ty);
-    d.launch(File::Quantized, &name, [dim(grid), 1, 1], [threads, 1, 1], shared, &[&pair, x, &items]);
+    let launch = width.launch(shape);
+    let units = most * (outputs / TILE).div_ceil(launch.tiles) * w.len();
+    let grid = units.min(sms * launch.blocks_per_multiprocessor);
+    let name = format!("product_{}_{}", first.ty, launch.columns);
+    d.launch(File::Quantized, &name, [dim(grid), 1, 1], [launch.threads, 1, 1], launch.shared, &[&pair, x, &items]);
 }
 
 /// `outᵢ = x · wᵢᵀ` for tiled weights that share their inputs; neighbours of one shape go into one launch.
@@ -239,5 +312,45 @@ fn matmul_one_order(d: &CudaDevice, x: &CudaBuffer, acts: &ActsArg, group: &mut 
         let w: Vec<&CudaWeight> = part.iter().map(|(w, _)| *w).collect();
         product(d, &w, acts, rows, 1, w[0].rows, &out);
         at += n;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::driver::module::MAX_SHARED;
+    use super::*;
+
+    const TYPES: [GgmlType; 4] = [GgmlType::Q8_0, GgmlType::Q2_K, GgmlType::Q4_K, GgmlType::IQ2_XXS];
+
+    #[test]
+    fn every_product_fits_shared_memory_and_wide_ones_are_for_types_that_have_one() {
+        for ty in TYPES {
+            let shape = tile_shape(ty).expect("tiles");
+            let mut all = vec![Width::Narrow, Width::Middle];
+            for (rows, matrices, outputs) in [(48, 1, 8448), (512, 1, 2048), (2048, 8, 1024), (100_000, 1, 129_280)] {
+                let width = Width::of_rows(shape, rows, matrices, outputs, 132);
+                assert_eq!(width == Width::Wide, ty != GgmlType::Q4_K, "{ty}: {rows} rows");
+                all.push(width);
+            }
+            for width in all {
+                let shared = dim(width.launch(shape).shared);
+                assert!(shared <= MAX_SHARED, "{ty}, {width:?}: {shared} bytes");
+            }
+        }
+    }
+
+    #[test]
+    fn few_rows_or_units_take_kernels_of_fewer_rows() {
+        let shape = tile_shape(GgmlType::Q8_0).expect("tiles");
+        let of = |rows, outputs| Width::of_rows(shape, rows, 1, outputs, 132);
+        assert_eq!([of(4, 65536), of(5, 65536), of(47, 65536)], [Width::Narrow, Width::Middle, Width::Middle]);
+        assert_eq!([of(64, 2048), of(64, 8320), of(64, 8448)], [Width::Middle, Width::Middle, Width::Wide]);
+        let both = [GgmlType::IQ2_XXS, GgmlType::Q2_K];
+        let experts = |types: &[GgmlType], rows| Width::of_experts(types, rows * 6, 256);
+        assert_eq!(
+            [experts(&both, 64), experts(&both, 512), experts(&both, 2048)],
+            [Width::Narrow, Width::Middle, Width::Wide]
+        );
+        assert_eq!(experts(&[GgmlType::Q4_K, GgmlType::Q2_K], 2048), Width::Middle);
     }
 }

@@ -361,6 +361,37 @@ fn experts<D: Full>(d: &D, gate: GgmlType, down: GgmlType) -> Value {
     json!({"worst_over_rms": worst, "bound": 1e-2})
 }
 
+/// Products of many rows have the bits that the same rows have alone and in small batches, whatever kernel takes them; uneven quarters of a
+/// row, empty ones, and outputs that no kernel's blocks divide.
+fn products<D: Full>(d: &D) -> Value {
+    let mut rng = Random::new(Random::fresh_seed());
+    let mut compared = 0;
+    for ty in [GgmlType::Q8_0, GgmlType::Q2_K, GgmlType::Q4_K, GgmlType::IQ2_XXS] {
+        for (cols, outputs) in [(256, 8464), (1280, 8464), (2048, 16400)] {
+            let bytes = [rng.weights(ty, outputs, cols), rng.weights(ty, outputs, cols)];
+            let w = bytes.map(|b| bind(d, ty, outputs, cols, &b));
+            let x = rng.activations(200 * cols);
+            let of = |rows: std::ops::Range<usize>| {
+                let n = rows.len();
+                let x = upload(d, cols, &x[rows.start * cols..rows.end * cols]);
+                let (mut a, mut b) = (d.buffer(outputs), d.buffer(outputs));
+                d.matmul(&x, &mut [(&w[0], &mut a), (&w[1], &mut b)]);
+                [download(d, &a, n), download(d, &b, n)]
+            };
+            let all = of(0..200);
+            assert!(all.iter().flatten().all(|v| v.is_finite()) && all[0].iter().any(|v| *v != 0.0));
+            for (from, n) in [(0, 1), (63, 3), (100, 16), (128, 64), (10, 48), (150, 50), (199, 1)] {
+                for (part, whole) in of(from..from + n).iter().zip(&all) {
+                    let same = *part == whole[from * outputs..(from + n) * outputs];
+                    assert!(same, "{ty}, {cols} columns: {n} rows from {from} have other bits alone");
+                    compared += part.len();
+                }
+            }
+        }
+    }
+    json!({"values_equal": compared})
+}
+
 /// A check, which panics or tells what it saw.
 type Check<D> = Box<dyn Fn(&D) -> Value>;
 
@@ -377,6 +408,7 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
     for (gate, down) in [(T::IQ2_XXS, T::Q2_K), (T::Q4_K, T::Q4_K), (T::Q8_0, T::Q8_0), (T::F16, T::BF16)] {
         checks.push((format!("experts {gate} {down}"), Box::new(move |d| experts(d, gate, down))));
     }
+    checks.push(("products".into(), Box::new(products)));
     for name in CASES {
         checks.push((format!("deepseek_v4 {name}"), Box::new(move |d| v4_agrees(d, name))));
     }
