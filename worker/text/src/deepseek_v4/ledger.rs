@@ -73,15 +73,17 @@ impl Ledger {
     /// did yet.
     fn part(&self, end: usize) -> Option<Part> {
         let mut start = 0;
-        let mut space = false;
+        let (mut space, mut slip) = (false, false);
         let mut part = Part::Hidden;
         for (to, kind) in &self.spans {
             let inside = *to > self.from && start < end;
             match kind {
                 Kind::Content if inside || space => return Some(Part::Text),
                 Kind::Reasoning if inside => part = Part::Reasoning,
-                Kind::Space if inside => space = true,
-                Kind::Space => {}
+                // Such a token would show its markup beside its white space.
+                Kind::Slip if inside => (slip, space) = (true, false),
+                Kind::Space if inside && !slip => space = true,
+                Kind::Space | Kind::Slip => {}
                 _ if !inside && space => return Some(part),
                 _ => {}
             }

@@ -68,6 +68,8 @@ pub enum Kind {
     Reasoning,
     /// Tags and what is inside of calls, also of those that turn out to be quotations and are shown.
     Markup,
+    /// A tag or marker that means nothing: not shown, and what is around it is as if it were not there.
+    Slip,
 }
 
 /// What the parser knows of the request.

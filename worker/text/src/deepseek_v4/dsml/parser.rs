@@ -166,6 +166,12 @@ impl Parser {
         self.cut_off(len)
     }
 
+    /// Drops a tag or marker in content that means nothing.
+    fn drop_slip(&mut self, len: usize) {
+        self.spans.push((len, Kind::Slip));
+        self.cut_off(len);
+    }
+
     /// Drops what is left.
     fn discard(&mut self) {
         self.spans.push((self.buffer.len(), Kind::Markup));
@@ -249,9 +255,7 @@ impl Parser {
         }
         let first = self.buffer.chars().next().map_or(0, char::len_utf8);
         match lex(&self.buffer) {
-            Lexed::No if self.is_marker() => {
-                self.take(DSML.len());
-            }
+            Lexed::No if self.is_marker() => self.drop_slip(DSML.len()),
             Lexed::No => self.say(first),
             Lexed::Partial { marked } => match end {
                 None => {}
@@ -271,9 +275,7 @@ impl Parser {
                     self.state = State::Stopped;
                     self.discard();
                 }
-                Verdict::Drop => {
-                    self.take(len);
-                }
+                Verdict::Drop => self.drop_slip(len),
                 Verdict::Enter => {
                     let space = std::mem::take(&mut self.space);
                     self.region = Region { reading: true, space, ..Region::default() };

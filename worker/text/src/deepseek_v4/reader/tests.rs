@@ -322,6 +322,20 @@ fn deepseek_v4_control_tokens_that_mean_nothing_are_not_shown() {
             assert_eq!((heard.text.as_str(), heard.calls.len()), (shown, 0), "{said}");
         }
     }
+    // White space beside one is shown when text follows, and has its tokens then.
+    for (said, shown) in [
+        ("One\n｜DSML｜, two", "One\n, two"),
+        ("One\n</｜DSML｜tool_calls> two", "One\n two"),
+        ("\n｜DSML｜, two", "\n, two"),
+    ] {
+        let heard = play(&input(Thinking::None, Some(weather())), &[], said, false);
+        assert_eq!((heard.text.as_str(), heard.part(0).as_str()), (shown, shown), "{said}");
+    }
+    // The tag's last letter and the line break are one token, which shows markup.
+    let tail = play(&input(Thinking::None, Some(weather())), &[], "One\n</｜DSML｜tool_calls>\ntwo", false);
+    assert_eq!((tail.text.as_str(), tail.part(0).as_str()), ("One\n\ntwo", "One\ntwo"));
+    let heard = play(&input(Thinking::None, Some(weather())), &[], &format!("One \n｜DSML｜{CALL}"), false);
+    assert_eq!((heard.text.as_str(), heard.part(0).as_str(), heard.calls.len()), ("One", "One", 1));
     // Spelt as text they are text.
     let t = tokenizer();
     let mut reader =
