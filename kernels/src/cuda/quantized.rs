@@ -342,11 +342,11 @@ mod tests {
     #[test]
     fn few_rows_or_units_take_kernels_of_fewer_rows() {
         let shape = tile_shape(GgmlType::Q8_0).expect("tiles");
-        let of = |rows, outputs| Width::of_rows(shape, rows, 1, outputs, 132);
+        let of = |rows: usize, outputs: usize| Width::of_rows(shape, rows, 1, outputs, 132);
         assert_eq!([of(4, 65536), of(5, 65536), of(47, 65536)], [Width::Narrow, Width::Middle, Width::Middle]);
         assert_eq!([of(64, 2048), of(64, 8320), of(64, 8448)], [Width::Middle, Width::Middle, Width::Wide]);
         let both = [GgmlType::IQ2_XXS, GgmlType::Q2_K];
-        let experts = |types: &[GgmlType], rows| Width::of_experts(types, rows * 6, 256);
+        let experts = |types: &[GgmlType], rows: usize| Width::of_experts(types, rows * 6, 256);
         assert_eq!(
             [experts(&both, 64), experts(&both, 512), experts(&both, 2048)],
             [Width::Narrow, Width::Middle, Width::Wide]
