@@ -30,6 +30,8 @@ fn start_owner(sandbox: &Sandbox, card: &Card, args: &[&str]) -> Process {
 fn ready_owner(sandbox: &Sandbox, card: &Card, model: &Path) -> Process {
     let mut owner = start_owner(sandbox, card, &["--backend", "cuda-vmm", "--model", text(model)]);
     owner.wait_ready(SOON);
+    // READY comes before the loader's exit, which until then holds descriptors of its own.
+    wait_for("the loader's end", SOON, || children(owner.pid()).is_empty().then_some(()));
     owner
 }
 
@@ -89,7 +91,6 @@ fn cuda_vmm_weights_have_the_hash_of_the_file_and_outlive_the_loader() {
     };
     let owner = ready_owner(&sandbox, &card, &starter_model());
     assert_eq!(blake3(&sandbox), host, "one content, one hash, whatever memory it is in");
-    wait_for("the loader's end", SOON, || children(owner.pid()).is_empty().then_some(()));
     assert!(!maps_the_driver(owner.pid()), "the daemon never initialises CUDA");
     // 92.1 MiB of tensors in allocations of 2 MiB.
     assert_eq!(card.held(), (94 * MIB, 1), "what is left is the daemon's descriptor");
@@ -118,7 +119,6 @@ fn cuda_vmm_chunks_lie_side_by_side_and_hash_as_a_whole() {
 fn cuda_vmm_attaching_a_hundred_times_loses_nothing() {
     let (sandbox, card) = (Sandbox::new(), Card::new());
     let owner = ready_owner(&sandbox, &card, &card.model("m", 10_000));
-    wait_for("the loader's end", SOON, || children(owner.pid()).is_empty().then_some(()));
     let before = (card.held(), std::fs::read_dir(format!("/proc/{}/fd", owner.pid())).unwrap().count());
     let seen = figures(&self_test(&sandbox, &card.environment(), &["--self-test-cycles", "100"]));
     let free = seen["device_free_bytes"].as_array().unwrap();
