@@ -10,7 +10,18 @@ use std::process::{Command, exit};
 use std::time::SystemTime;
 
 /// Source files, without `.cu`.
-const FILES: &[&str] = &["attention", "elementwise", "hyper", "matmul", "moe", "quantized", "sparse", "state"];
+const FILES: &[&str] = &[
+    "attention",
+    "compress",
+    "elementwise",
+    "hyper",
+    "indexer",
+    "matmul",
+    "moe",
+    "quantized",
+    "sparse_attention",
+    "state",
+];
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");

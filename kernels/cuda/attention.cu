@@ -69,13 +69,13 @@ __device__ __forceinline__ void attention_merge(Step s, int heads, int head_dim,
 #define KERNEL(E, T, NAME)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(128, E > 4 ? 2 : 4) attention_##NAME##_##E(Step s, Slot k, Slot v, int heads, int per_kv,  \
                                                                              int head_dim, float scale, const float* q,      \
-                                                                             float* partial, float* out) {                   \
+                                                                             float* partial, float* out) { after_previous();                   \
         attention<E, T>(s, k, v, heads, per_kv, head_dim, scale, q, partial, out);                                           \
     }
 #define KERNELS(E)                                                                                                               \
     KERNEL(E, __half, f16)                                                                                                       \
     KERNEL(E, float, f32)                                                                                                        \
-    extern "C" __global__ void attention_merge_##E(Step s, int heads, int head_dim, int pieces, const float* partial, float* out) { \
+    extern "C" __global__ void attention_merge_##E(Step s, int heads, int head_dim, int pieces, const float* partial, float* out) { after_previous(); \
         attention_merge<E>(s, heads, head_dim, pieces, partial, out);                                                            \
     }
 KERNELS(1) KERNELS(2) KERNELS(4) KERNELS(8)

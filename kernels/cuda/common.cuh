@@ -9,6 +9,17 @@
 #include <math_constants.h>
 #include <stdint.h>
 
+// Programmatic dependent launch (compute capability 9.0 and later): a kernel may be started while the one before it in the stream runs.
+// Every kernel calls `after_previous` before it touches memory that another kernel writes or reads; weights it may fetch earlier. The
+// call also lets the kernel after this one be started, which then waits in the same way. Launches without the attribute do not
+// know of it.
+__device__ __forceinline__ void after_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // One step's plan in device memory; laid out as `StepArg` in kernels/src/cuda/step.rs.
 struct Step {
     const int* tokens;          // [rows]

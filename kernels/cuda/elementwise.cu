@@ -3,6 +3,7 @@
 
 // out = x / sqrt(mean(x^2) + eps) * weight; a block per row.
 extern "C" __global__ void rms_norm(const float* x, const float* weight, float eps, int width, float* out) {
+    after_previous();
     const float* in = x + int64_t(blockIdx.x) * width;
     float* o = out + int64_t(blockIdx.x) * width;
     float sum = 0.0f;
@@ -13,6 +14,7 @@ extern "C" __global__ void rms_norm(const float* x, const float* weight, float e
 
 // As rms_norm, for widths that are multiples of 4; a block of 256 per row.
 extern "C" __global__ void __launch_bounds__(256) rms_norm_4(const float* x, const float* weight, float eps, int width, float* out) {
+    after_previous();
     const float4* in = reinterpret_cast<const float4*>(x + int64_t(blockIdx.x) * width);
     const float4* w = reinterpret_cast<const float4*>(weight);
     float4* o = reinterpret_cast<float4*>(out + int64_t(blockIdx.x) * width);
@@ -32,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(256) rms_norm_4(const float* x, con
 
 // Divides each of the row's heads by its RMS; a block per head.
 extern "C" __global__ void head_rms(float* x, int head_dim, float eps) {
+    after_previous();
     float* h = x + int64_t(blockIdx.x) * head_dim;
     float sum = 0.0f;
     for (int i = threadIdx.x; i < head_dim; i += blockDim.x) sum = __fmaf_rn(h[i], h[i], sum);
@@ -40,12 +43,14 @@ extern "C" __global__ void head_rms(float* x, int head_dim, float eps) {
 }
 
 extern "C" __global__ void add(float* x, const float* y, int64_t n) {
+    after_previous();
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < n) x[i] = __fadd_rn(x[i], y[i]);
 }
 
 // out = silu(min(gate, clamp)) * clamp(up, +-clamp); no clamping with an infinite clamp.
 extern "C" __global__ void swiglu(const float* gate, const float* up, float clamp, float* out, int64_t n) {
+    after_previous();
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const float g = fminf(gate[i], clamp), u = fmaxf(-clamp, fminf(up[i], clamp));
@@ -54,6 +59,7 @@ extern "C" __global__ void swiglu(const float* gate, const float* up, float clam
 
 // As swiglu, times one weight per row of `width`.
 extern "C" __global__ void swiglu_weighted(const float* gate, const float* up, float clamp, const float* weights, int width, float* out, int64_t n) {
+    after_previous();
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const float g = fminf(gate[i], clamp), u = fmaxf(-clamp, fminf(up[i], clamp));
@@ -62,6 +68,7 @@ extern "C" __global__ void swiglu_weighted(const float* gate, const float* up, f
 
 // Blocks (wanted row, part of the width).
 extern "C" __global__ void gather_wanted(Step s, const float* x, int width, float* out) {
+    after_previous();
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i < width) out[int64_t(blockIdx.x) * width + i] = x[int64_t(s.wanted[blockIdx.x]) * width + i];
 }
@@ -69,6 +76,7 @@ extern "C" __global__ void gather_wanted(Step s, const float* x, int width, floa
 // Rotates pairs (2i, 2i+1) (split = 0) or (i, i + dim/2) of every head's first `dim` elements; a block per row. Angles in f64:
 // positions reach a million, where an f32 angle is off by hundredths.
 extern "C" __global__ void rope(Step s, int split, int dim, double base, int head_dim, int heads, float* x) {
+    after_previous();
     extern __shared__ float2 turns[];
     const double pos = s.positions[blockIdx.x];
     const int half = dim / 2;
@@ -93,6 +101,7 @@ extern "C" __global__ void rope(Step s, int split, int dim, double base, int hea
 
 // Sines and cosines of every row's position times every frequency, in f64: once a step.
 extern "C" __global__ void rope_turns(Step s, const double* frequencies, int pairs, int total, float2* turns) {
+    after_previous();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= total) return;
     double sn, cs;
@@ -102,6 +111,7 @@ extern "C" __global__ void rope_turns(Step s, const double* frequencies, int pai
 
 // Rotates the interleaved pairs of every head's last 2 * pairs elements by the row's turn (or back); a thread per pair.
 extern "C" __global__ void rope_tail(const float2* turns, int pairs, int head_dim, int heads, int inverse, float* x, int64_t total) {
+    after_previous();
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= total) return;
     const int pair = i % pairs;

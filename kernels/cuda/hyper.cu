@@ -3,6 +3,7 @@
 
 // Copies x into every stream; blocks (row, part of the width).
 extern "C" __global__ void hyper_start(const float* x, int width, int streams, float* state) {
+    after_previous();
     const int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= width) return;
     const float v = x[int64_t(blockIdx.x) * width + i];
@@ -106,6 +107,7 @@ __device__ __forceinline__ float squares(const float* x, int n) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) hyper_squares(const float* state, int n, float* out) {
+    after_previous();
     const float s = squares(state + int64_t(blockIdx.x) * n, n);
     if (threadIdx.x == 0) out[blockIdx.x] = s;
 }
@@ -114,6 +116,7 @@ extern "C" __global__ void __launch_bounds__(256) hyper_squares(const float* sta
 // the head's (outputs = n), the mixing weights to `mix`. Blocks (row, 256 of the width), and a last one per row for the mixing weights.
 // `sums` has the rows' sums of squares; without it each block finds its row's.
 extern "C" __global__ void __launch_bounds__(256) hyper_finish(const float* raw, const float* sums, const float* scale, const float* base, int n, int outputs, int iterations, float eps, float rms_eps, const float* state, int width, float* mix, float* x) {
+    after_previous();
     __shared__ float m[64];
     const int r = blockIdx.x;
     const float* s = state + int64_t(r) * n * width;
@@ -142,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(256) hyper_finish(const float* raw,
 
 // S'[d] = post[d] * y + sum_s comb[s][d] * S[s], in place.
 extern "C" __global__ void hyper_post(const float* mix, const float* y, int n, int width, float* state) {
+    after_previous();
     const int i = blockIdx.y * blockDim.x + threadIdx.x, r = blockIdx.x;
     if (i >= width) return;
     const float* m = mix + r * (2 * n + n * n);

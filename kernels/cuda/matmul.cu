@@ -133,15 +133,15 @@ __device__ __forceinline__ void embed(Step s, const uint8_t* table, int64_t row_
 
 #define KERNELS(T)                                                                                                               \
     extern "C" __global__ void __launch_bounds__(128) matmul_##T(const uint8_t* w, int64_t row_bytes, int cols, int outputs,     \
-                                                                 int rank, const float* x, int x_stride, int rows, float* out) { \
+                                                                 int rank, const float* x, int x_stride, int rows, float* out) { after_previous(); \
         matmul<T>(w, row_bytes, cols, outputs, rank, x, x_stride, rows, out);                                                    \
     }                                                                                                                            \
     extern "C" __global__ void __launch_bounds__(128) expert_matmul_##T(const uint8_t* w, int64_t row_bytes, int cols,           \
                                                                         int outputs, const int* experts, const float* x,         \
-                                                                        int per_row, float* out) {                               \
+                                                                        int per_row, float* out) { after_previous();                               \
         expert_matmul<T>(w, row_bytes, cols, outputs, experts, x, per_row, out);                                                 \
     }                                                                                                                            \
-    extern "C" __global__ void embed_##T(Step s, const uint8_t* table, int64_t row_bytes, int cols, float* out) {                \
+    extern "C" __global__ void embed_##T(Step s, const uint8_t* table, int64_t row_bytes, int cols, float* out) { after_previous();                \
         embed<T>(s, table, row_bytes, cols, out);                                                                                \
     }
 FOR_EACH_TYPE(KERNELS)
@@ -149,7 +149,7 @@ FOR_EACH_TYPE(KERNELS)
 #define DENSE(T, OUTS, R)                                                                                                        \
     extern "C" __global__ void __launch_bounds__(256) dense_##T##_##OUTS##_##R(const uint8_t* w, int64_t row_bytes, int cols,     \
                                                                                int outputs, int rank, const float* x,            \
-                                                                               int x_stride, int rows, float* out) {             \
+                                                                               int x_stride, int rows, float* out) { after_previous();             \
         dense<T, OUTS, R>(w, row_bytes, cols, outputs, rank, x, x_stride, rows, out);                                            \
     }
 #define DENSE_ALL(T) DENSE(T, 1, 1) DENSE(T, 1, 4) DENSE(T, 4, 4)

@@ -15,6 +15,7 @@ __device__ __forceinline__ void weigh(float* w, int used, float scale, float flo
 
 // The `used` largest of p + bias, largest first, ties to the lower index; a block per row, `experts` <= 1024.
 extern "C" __global__ void route_learned(const float* logits, const float* bias, int experts, int used, float scale, float floor, int* ids, float* weights) {
+    after_previous();
     __shared__ float p[1024], score[1024], best[32];
     __shared__ int at[32];
     const int r = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
@@ -49,6 +50,7 @@ extern "C" __global__ void route_learned(const float* logits, const float* bias,
 
 // Experts from the token table; a thread per row.
 extern "C" __global__ void route_table(Step s, int rows, const int* table, const float* logits, int experts, int used, float scale, float floor, int* ids, float* weights) {
+    after_previous();
     const int r = blockIdx.x * blockDim.x + threadIdx.x;
     if (r >= rows) return;
     for (int j = 0; j < used; j++) {
@@ -61,6 +63,7 @@ extern "C" __global__ void route_table(Step s, int rows, const int* table, const
 
 // out[r] = the row's expert results, summed in slot order. Blocks: (row, part of the width).
 extern "C" __global__ void expert_sum(const float* parts, int used, int width, float* out) {
+    after_previous();
     const int i = blockIdx.y * blockDim.x + threadIdx.x, r = blockIdx.x;
     if (i >= width) return;
     float sum = 0.0f;

@@ -4,6 +4,7 @@
 
 // Splits rows of x into 16-bit numbers with one scale per 256. A warp has one superblock of one row; lane l has elements 8l..8l+7.
 extern "C" __global__ void quantize_rows(const float* x, int order, int64_t total, uint8_t* q, uint8_t* m, int* sums, float* scale) {
+    after_previous();
     const int64_t at = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     const int lane = threadIdx.x & 31;
     if (at >= total) return;
@@ -339,6 +340,7 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
 // Groups assignments (row * used + slot) by expert: `order` lists them expert by expert, items are at most `rows` of one expert. The
 // order within an expert is that of arrival, which no result depends on. One block.
 extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* ids, int assignments, int experts, int rows, int4* list, int* count, int* order) {
+    after_previous();
     __shared__ int counts[1024], starts[1024], item_starts[1024];
     for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
     __syncthreads();
@@ -367,22 +369,22 @@ extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* ids,
 
 #define KERNELS(T)                                                                                                                 \
     extern "C" __global__ void repack_##T(const uint8_t* from, int64_t rows, int superblocks, uint8_t* qs, uint8_t* side,           \
-                                          uint8_t* side2) {                                                                         \
+                                          uint8_t* side2) { after_previous();                                                                         \
         repack<Tiled##T>(from, rows, superblocks, qs, side, side2);                                                                 \
     }                                                                                                                               \
-    extern "C" __global__ void embed_tiled_##T(Step s, Tiled w, int cols, float* out) { embed<Tiled##T>(s, w, cols, out); }         \
-    extern "C" __global__ void __launch_bounds__(256, Tiled##T::BLOCKS) product_##T##_1(Pair p, Acts x, Items items) {                             \
+    extern "C" __global__ void embed_tiled_##T(Step s, Tiled w, int cols, float* out) { after_previous(); embed<Tiled##T>(s, w, cols, out); }         \
+    extern "C" __global__ void __launch_bounds__(256, Tiled##T::BLOCKS) product_##T##_1(Pair p, Acts x, Items items) { after_previous();                             \
         extern __shared__ uint8_t shared[];                                                                                         \
         product<Tiled##T, 1>(p, x, items, shared);                                                                                  \
     }                                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(128, 2) product_##T##_4(Pair p, Acts x, Items items) {                             \
+    extern "C" __global__ void __launch_bounds__(128, 2) product_##T##_4(Pair p, Acts x, Items items) { after_previous();                             \
         extern __shared__ uint8_t shared[];                                                                                         \
         product<Tiled##T, 4>(p, x, items, shared);                                                                                  \
     }
 FOR_EACH_TILED(KERNELS)
 
 #define WIDE_KERNEL(T)                                                                                                             \
-    extern "C" __global__ void __launch_bounds__(256, 1) product_##T##_16(Pair p, Acts x, Items items) {                            \
+    extern "C" __global__ void __launch_bounds__(256, 1) product_##T##_16(Pair p, Acts x, Items items) { after_previous();                            \
         extern __shared__ __align__(16) uint8_t aligned[];                                                                          \
         wide_product<Tiled##T>(p, x, items, aligned);                                                                               \
     }

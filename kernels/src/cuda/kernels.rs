@@ -36,12 +36,14 @@ macro_rules! files {
 
 files! {
     Attention = "attention";
+    Compress = "compress";
     Elementwise = "elementwise";
     Hyper = "hyper";
+    Indexer = "indexer";
     Matmul = "matmul";
     Moe = "moe";
     Quantized = "quantized";
-    Sparse = "sparse";
+    SparseAttention = "sparse_attention";
     State = "state";
 }
 

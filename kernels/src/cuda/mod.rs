@@ -15,6 +15,8 @@ mod device;
 #[cfg(feature = "cuda")]
 mod hyper;
 #[cfg(feature = "cuda")]
+mod indexer;
+#[cfg(feature = "cuda")]
 mod kernels;
 #[cfg(feature = "cuda")]
 mod moe;
@@ -22,6 +24,8 @@ mod moe;
 mod quantized;
 #[cfg(feature = "cuda")]
 mod sparse;
+#[cfg(feature = "cuda")]
+mod sparse_attention;
 #[cfg(feature = "cuda")]
 mod step;
 #[cfg(feature = "cuda")]
@@ -34,9 +38,10 @@ pub use buffer::CudaBuffer;
 #[cfg(feature = "cuda")]
 pub use device::CudaDevice;
 #[cfg(feature = "cuda")]
-pub use moe::CudaRouting;
+pub use indexer::CudaSelection;
 #[cfg(feature = "cuda")]
-pub use sparse::{CudaRope, CudaSelection};
+pub use moe::CudaRouting;
+pub use sparse::CudaRope;
 #[cfg(feature = "cuda")]
 pub use step::CudaStep;
 #[cfg(feature = "cuda")]

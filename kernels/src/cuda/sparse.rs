@@ -1,26 +1,19 @@
-//! Launches of the sparse attention's kernels.
+//! Compressors, rotations and rounding of sparse attention; its indexer and the attention itself have modules of their own.
 
 use std::sync::{Mutex, PoisonError};
 
-use super::bank::SlotArg;
 use super::buffer::{CudaBuffer, Growable};
-use super::dense::{BLOCK, MANY_ROWS, blocks, matmul, per_lane, rows_of};
+use super::dense::{BLOCK, blocks, matmul, rows_of};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, Memory};
 use super::fatal::OrFatal;
+use super::indexer::CudaSelection;
 use super::kernels::{File, dim, int, long, threads};
 use super::quantized;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::kernel_args;
 use crate::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
-use crate::state::StateType;
-
-/// Keys per piece, and heads per block (`PIECE`, `HEADS` in sparse.cu).
-const PIECE: usize = 40;
-const HEADS: usize = 8;
-/// Indexer keys per block (index_scores in sparse.cu).
-const INDEX_KEYS: usize = 64;
 
 /// Angular frequencies in device memory, f64, and the sines and cosines of the last step's positions: a step rotates several times in
 /// every layer, and f64 functions are slow on small devices.
@@ -31,40 +24,7 @@ pub struct CudaRope {
     turns: Mutex<(u64, Growable)>,
 }
 
-/// Per row: the selected compressed rows, in device memory.
-#[derive(Debug, Default)]
-pub struct CudaSelection {
-    top_k: usize,
-    rows: usize,
-    selected: Growable,
-    counts: Growable,
-}
-
-impl CudaSelection {
-    /// What was selected, per row: `None` for all visible rows, or the selected ones in ascending order. For tests and debugging:
-    /// waits for the device.
-    pub fn download(&self, d: &CudaDevice) -> Vec<Option<Vec<usize>>> {
-        let read = |from: u64, n: usize| -> Vec<i32> {
-            let mut bytes = vec![0u8; 4 * n];
-            #[allow(unsafe_code, reason = "a copy from the device")]
-            // SAFETY: as many were allocated by `index_select`.
-            unsafe { d.stream().download(from, &mut bytes) }.or_fatal("reading a selection");
-            bytes.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect()
-        };
-        let (selected, counts) =
-            (read(self.selected.start(), self.rows * self.top_k), read(self.counts.start(), self.rows));
-        let rows = counts.iter().enumerate();
-        rows.map(|(r, count)| {
-            let count = usize::try_from(*count).ok()?;
-            Some(
-                selected[r * self.top_k..][..count].iter().map(|k| usize::try_from(*k).unwrap_or(usize::MAX)).collect(),
-            )
-        })
-        .collect()
-    }
-}
-
-/// `Compress` in sparse.cu.
+/// `Compress` in compress.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct CompressArg {
@@ -83,23 +43,7 @@ struct CompressArg {
     scores: u64,
 }
 
-/// `Sparse` in sparse.cu.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct SparseArg {
-    heads: i32,
-    head_dim: i32,
-    window: i32,
-    ratio: i32,
-    scale: f32,
-    top_k: i32,
-    sinks: u64,
-    q: u64,
-    kv: u64,
-    selected: u64,
-    counts: u64,
-}
-kernel_args!(CompressArg, SparseArg);
+kernel_args!(CompressArg);
 
 impl SparseOps for CudaDevice {
     type RopeTable = CudaRope;
@@ -190,38 +134,13 @@ impl SparseOps for CudaDevice {
         let windows = step.longest / c.ratio + 1;
         let grid = [dim(windows), dim(step.spans), 1];
         let block = [threads(c.dim, 256), 1, 1];
-        self.launch(File::Sparse, "compress_rows", grid, block, c.dim * 4, &[&step.arg, &p, &frontier, &rows]);
+        self.launch(File::Compress, "compress_rows", grid, block, c.dim * 4, &[&step.arg, &p, &frontier, &rows]);
         let grid = [dim((c.ratio * width).div_ceil(256)), dim(step.spans), 1];
-        self.launch(File::Sparse, "compress_frontier", grid, BLOCK, 0, &[&step.arg, &p, &frontier]);
+        self.launch(File::Compress, "compress_frontier", grid, BLOCK, 0, &[&step.arg, &p, &frontier]);
     }
 
     fn index_select(&self, step: &CudaStep, p: &Indexer, q: &CudaBuffer, w: &CudaBuffer, out: &mut CudaSelection) {
-        rows_of(step, q);
-        assert!(q.width() == p.heads * p.head_dim && w.width() == p.heads, "indexer shape");
-        let rows = step.rows;
-        (out.rows, out.top_k) = (rows, p.top_k);
-        let selected = out.selected.at_least(self.context(), rows.max(16) * p.top_k * 4);
-        let counts = out.counts.at_least(self.context(), rows.max(16) * 4);
-        if rows == 0 {
-            return;
-        }
-        let visible = step.deepest / p.ratio;
-        let mut scores = 0;
-        // Whole blocks of keys: the stride need not change with every token.
-        let stride = visible.next_multiple_of(INDEX_KEYS);
-        let (top_k, ratio, n) = (int(p.top_k), int(p.ratio), int(stride));
-        if visible > p.top_k {
-            scores = self.scratch().scores.at_least(self.context(), rows * stride * 4);
-            let slot = step.layout().slot(p.rows_slot);
-            let args = (int(p.heads), int(p.head_dim), q.start(), w.start());
-            let all: [&dyn KernelArg; 11] =
-                [&step.arg, &slot, &args.0, &args.1, &top_k, &ratio, &p.scale, &args.2, &args.3, &n, &scores];
-            let name = format!("index_scores_{}", per_lane(p.head_dim, 8));
-            let grid = [dim(stride / INDEX_KEYS), dim(rows), 1];
-            self.launch(File::Sparse, &name, grid, BLOCK, p.heads * p.head_dim * 4, &all);
-        }
-        let all: [&dyn KernelArg; 7] = [&step.arg, &top_k, &ratio, &scores, &n, &selected, &counts];
-        self.launch(File::Sparse, "index_top", [dim(rows), 1, 1], [512, 1, 1], 0, &all);
+        super::indexer::index_select(self, step, p, q, w, out);
     }
 
     fn sparse_attention(
@@ -234,63 +153,7 @@ impl SparseOps for CudaDevice {
         selection: Option<&CudaSelection>,
         out: &mut CudaBuffer,
     ) {
-        rows_of(step, q);
-        rows_of(step, kv);
-        assert!(
-            q.width() == p.heads * p.head_dim && out.width() == q.width() && kv.width() == p.head_dim,
-            "attention shape"
-        );
-        assert!(step.distinct_banks, "two spans of one bank in a step of a model with a sliding window");
-        assert!(selection.is_none_or(|s| s.rows == step.rows), "selection of another step");
-        out.resize(step.rows);
-        if step.rows == 0 {
-            return;
-        }
-        let ring = step.layout().slot(p.ring_slot);
-        let compressed = p.compressed.map(|(slot, _)| step.layout().slot(slot));
-        let check = |s: &SlotArg| assert_eq!(usize::try_from(s.width), Ok(p.head_dim), "state rows of another width");
-        let fp4 = [Some(p.ring_slot), p.compressed.map(|c| c.0)]
-            .into_iter()
-            .flatten()
-            .any(|s| step.layout().kind(s).ty() == StateType::Fp4);
-        assert!(!fp4, "attention over FP4 rows");
-        check(&ring);
-        compressed.iter().for_each(check);
-        let ratio = p.compressed.map_or(0, |(_, ratio)| ratio);
-        let arg = SparseArg {
-            heads: int(p.heads),
-            head_dim: int(p.head_dim),
-            window: int(p.window),
-            ratio: int(ratio),
-            scale: p.scale,
-            top_k: int(selection.map_or(0, |s| s.top_k)),
-            sinks: sinks.vector(),
-            q: q.start(),
-            kv: kv.start(),
-            selected: selection.map_or(0, |s| s.selected.start()),
-            counts: selection.map_or(0, |s| s.counts.start()),
-        };
-        let visible = step.deepest.checked_div(ratio).unwrap_or(0);
-        let history = selection.map_or(visible, |s| s.top_k.min(visible));
-        let keys = step.deepest.min(p.window) + history;
-        let pieces = if step.rows >= MANY_ROWS { 1 } else { keys.div_ceil(PIECE).max(1) };
-        let partial = match pieces {
-            1 => 0,
-            n => {
-                let len = step.rows * p.heads * n * (p.head_dim + 2) * 4;
-                self.scratch().partial.at_least(self.context(), len)
-            }
-        };
-        let (e, to) = (per_lane(p.head_dim, 16), out.start());
-        let grid = [dim(step.rows), dim(p.heads.div_ceil(HEADS)), dim(pieces)];
-        let comp = compressed.unwrap_or(ring);
-        let all: [&dyn KernelArg; 6] = [&step.arg, &arg, &ring, &comp, &partial, &to];
-        self.launch(File::Sparse, &format!("sparse_attention_{e}"), grid, BLOCK, 0, &all);
-        if pieces > 1 {
-            let (grid, n) = ([dim(step.rows), dim(p.heads), 1], int(pieces));
-            let all: [&dyn KernelArg; 5] = [&step.arg, &arg, &n, &partial, &to];
-            self.launch(File::Sparse, "sparse_merge", grid, [512, 1, 1], pieces * 8, &all);
-        }
+        super::sparse_attention::attend(self, step, p, sinks, (q, kv), selection, out);
     }
 
     fn grouped_matmul(&self, x: &CudaBuffer, w: &CudaWeight, groups: usize, out: &mut CudaBuffer) {
