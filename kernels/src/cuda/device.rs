@@ -77,6 +77,14 @@ impl CudaDevice {
         self.arenas.replay(wanted);
     }
 
+    /// Whether kernels are started while the one before them runs; see [`Stream::start_early`].
+    ///
+    /// # Errors
+    /// What a launch that was held back failed with.
+    pub fn early(&self, wanted: bool) -> Result<(), CudaError> {
+        self.stream.start_early(wanted)
+    }
+
     /// Waits for everything that was started.
     ///
     /// # Errors

@@ -224,6 +224,8 @@ pub(super) fn bind(device: &CudaDevice, source: &TensorSource) -> Result<CudaWei
         own = Memory::new(device.context(), bytes.len()).map_err(|e| refusal(name, &e))?;
         tiles = tiles_at(ty, rows, cols, own.start());
         tiles.iter().for_each(|tiles| repack(device, ty, rows, cols, blocks.start(), tiles));
+        // Products fetch weights before the kernel before them has ended.
+        device.synchronize().map_err(|e| refusal(name, &e))?;
     }
     Ok(CudaWeight { name: name.clone(), ty, rows, cols, row_bytes, bytes: Bytes::Own(own), tiles, floats })
 }

@@ -1,6 +1,6 @@
 //! Speed of a CUDA device: kernels at DeepSeek V4 Flash's shapes, and whole steps of a model of that shape with random weights.
 //!
-//! `gpu_speed kernels`, `gpu_speed model [LAYERS]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random blocks, each layer's a device copy of its own (the host has one
+//! `gpu_speed kernels`, `gpu_speed model [LAYERS] [late]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random blocks, each layer's a device copy of its own (the host has one
 //! layer's bytes); every timing is between events of the device's stream, after a warm-up, over inputs that do not fit the cache.
 
 use std::sync::Arc;
@@ -227,7 +227,7 @@ fn flash(layers: u64) -> Weights {
     }
 }
 
-fn model(d: &CudaDevice, layers: u64, prefill: bool) {
+fn model(d: &CudaDevice, layers: u64, prefill: bool, late: bool) {
     let start = Instant::now();
     let weights = flash(layers);
     println!(
@@ -270,7 +270,14 @@ fn model(d: &CudaDevice, layers: u64, prefill: bool) {
             row.iter().all(|v| v.is_finite())
         );
     }
-    for (banks_used, at) in [(1usize, 2048usize), (1, 8192), (4, 2048), (16, 2048)] {
+    let all = [(1usize, 2048usize), (1, 8192), (4, 2048), (16, 2048)];
+    // The same steps with each kernel started after the one before it has ended, for comparison.
+    let late = if late { all.as_slice() } else { &[] };
+    for (i, (banks_used, at)) in all.iter().chain(late).copied().enumerate() {
+        if i == all.len() {
+            d.early(false).unwrap();
+            println!("kernels started one after the other:");
+        }
         // Rows that no step wrote hold whatever memory had; timing does not depend on it.
         for b in &mut banks[..banks_used] {
             d.bank_commit(b, at + 100).unwrap();
@@ -315,7 +322,12 @@ fn main() {
     match args.first().map(String::as_str) {
         Some("kernels") => kernels(&d),
         Some(kind @ ("model" | "decode")) => {
-            model(&d, args.get(1).and_then(|n| n.parse().ok()).unwrap_or(43), kind == "model");
+            model(
+                &d,
+                args.get(1).and_then(|n| n.parse().ok()).unwrap_or(43),
+                kind == "model",
+                args.iter().any(|a| a == "late"),
+            );
         }
         other => {
             eprintln!("{other:?}: kernels, model or decode");

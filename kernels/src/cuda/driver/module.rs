@@ -4,7 +4,7 @@ use std::ffi::{CString, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUfunction_attribute_enum as Attribute};
+use cudarc::driver::sys::{self, CUfunction_attribute_enum as Attribute, CUlaunchAttributeID_enum as LaunchAttribute};
 
 use super::error::check;
 use super::{Context, CudaError, Stream};
@@ -126,6 +126,61 @@ macro_rules! kernel_args {
 }
 kernel_args!(i32, u32, i64, u64, f32, f64);
 
+/// How many blocks of how many threads, and each block's dynamic shared memory in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Shape {
+    pub(super) grid: [u32; 3],
+    pub(super) block: [u32; 3],
+    pub(super) shared: u32,
+}
+
+/// Whether a device of this compute capability starts kernels while the one before them runs (programmatic dependent launch).
+pub(super) fn can_start_early(capability: (u32, u32)) -> bool {
+    capability.0 >= 9
+}
+
+/// Starts a kernel, or records it where the stream is being recorded; the context is current.
+///
+/// `early`: as soon as every block of the kernel before it has called `after_previous` (common.cuh), so that its launch costs nothing
+/// while that one runs. In the same call it waits for that kernel's end. Since every block of every kernel waits in this way before it
+/// ends, a kernel ends after all those before it, not only after the last one. Recorded, this is a programmatic edge; what is not
+/// a kernel (a copy) is waited for as a whole, before and after.
+///
+/// # Safety
+/// The function takes as many parameters, of the sizes that lie at these addresses; the driver copies them in this call. Addresses of
+/// device memory among them are of memory that the kernel may use as it does, until it has run. With `early`, the kernel calls
+/// `after_previous` before it touches what other kernels write, or writes at all.
+pub(super) unsafe fn start(
+    function: sys::CUfunction,
+    shape: Shape,
+    stream: sys::CUstream,
+    params: &mut [*mut c_void],
+    early: bool,
+) -> Result<(), CudaError> {
+    let Shape { grid, block, shared } = shape;
+    let mut attribute = sys::CUlaunchAttribute {
+        id: LaunchAttribute::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let config = sys::CUlaunchConfig {
+        gridDimX: grid[0],
+        gridDimY: grid[1],
+        gridDimZ: grid[2],
+        blockDimX: block[0],
+        blockDimY: block[1],
+        blockDimZ: block[2],
+        sharedMemBytes: shared,
+        hStream: stream,
+        attrs: &raw mut attribute,
+        numAttrs: u32::from(early),
+    };
+    // SAFETY: the configuration and its attribute live for the call; the rest is the caller's promise.
+    check("cuLaunchKernelEx", unsafe {
+        sys::cuLaunchKernelEx(&raw const config, function, params.as_mut_ptr(), null_mut())
+    })
+}
+
 impl Stream {
     /// Starts `function` on `grid` blocks of `block` threads with `shared` bytes of dynamic shared memory.
     ///
@@ -159,27 +214,13 @@ impl Stream {
         if self.queue().is_holding() {
             let args = args.iter().map(|a| (a.address().cast_const().cast(), a.size()));
             // SAFETY: arguments are alive and of their sizes, which were compared with the function's.
-            return unsafe { self.queue().launch(self.context(), function.raw, (grid, block, shared), args) };
+            return unsafe { self.queue().launch(self.context(), function.raw, Shape { grid, block, shared }, args) };
         }
         let mut params: Vec<*mut c_void> = args.iter().map(|a| a.address()).collect();
-        // SAFETY: the function is of this context; as many parameters as it has, each of its size, alive for the call (the driver
-        // copies them); what they point to is the caller's promise.
-        check("cuLaunchKernel", unsafe {
-            sys::cuLaunchKernel(
-                function.raw,
-                grid[0],
-                grid[1],
-                grid[2],
-                block[0],
-                block[1],
-                block[2],
-                shared,
-                self.raw(),
-                params.as_mut_ptr(),
-                null_mut(),
-            )
-        })
-        .map_err(|e| match e {
+        let shape = Shape { grid, block, shared };
+        // SAFETY: the function is of this context; as many parameters as it has, each of its size, alive for the call; what they
+        // point to is the caller's promise.
+        unsafe { start(function.raw, shape, self.raw(), &mut params, self.queue().is_early()) }.map_err(|e| match e {
             CudaError::Call { call, code, name, sticky } => {
                 CudaError::Call { call, code, name: format!("{name}, kernel {}", function.name), sticky }
             }

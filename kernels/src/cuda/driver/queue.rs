@@ -13,13 +13,13 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
-use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::sys;
 
 use super::error::check;
+use super::module::{self, Shape};
 use super::{Context, CudaError, Graph, Stream};
 
 /// Operations that are started together: enough that a graph's own launch (about 10 µs) is little of it, few enough that the device
@@ -34,7 +34,7 @@ const MAX_SEEN: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Node {
-    Launch { function: sys::CUfunction, grid: [u32; 3], block: [u32; 3], shared: u32, first: usize, count: usize },
+    Launch { function: sys::CUfunction, shape: Shape, first: usize, count: usize },
     Copy { to: u64, from: u64, len: usize },
 }
 
@@ -54,7 +54,7 @@ impl Work {
         let mut mix = |v: u64| h = (h.rotate_left(5) ^ v).wrapping_mul(0x517c_c1b7_2722_0a95);
         for node in &self.nodes {
             match node {
-                Node::Launch { function, grid, block, shared, count, .. } => {
+                Node::Launch { function, shape: Shape { grid, block, shared }, count, .. } => {
                     mix(function.addr() as u64);
                     grid.iter().chain(block).chain([shared]).for_each(|v| mix(u64::from(*v)));
                     mix(*count as u64);
@@ -66,12 +66,13 @@ impl Work {
         h
     }
 
-    /// Starts everything in `stream`.
-    fn issue(&self, stream: sys::CUstream) -> Result<(), CudaError> {
+    /// Starts everything in `stream`; with `early`, kernels that follow kernels as [`module::start`] says.
+    fn issue(&self, stream: sys::CUstream, early: bool) -> Result<(), CudaError> {
         let mut params: Vec<*mut c_void> = Vec::new();
+        let mut after_kernel = false;
         for node in &self.nodes {
             match *node {
-                Node::Launch { function, grid, block, shared, first, count } => {
+                Node::Launch { function, shape, first, count } => {
                     params.clear();
                     let offsets = self.offsets.get(first..first + count).unwrap_or_default();
                     params.extend(
@@ -82,25 +83,13 @@ impl Work {
                     );
                     // SAFETY: function and arguments were checked against each other by `Stream::launch`, which copied the arguments;
                     // what they point to is its caller's promise. The driver only reads them.
-                    check("cuLaunchKernel", unsafe {
-                        sys::cuLaunchKernel(
-                            function,
-                            grid[0],
-                            grid[1],
-                            grid[2],
-                            block[0],
-                            block[1],
-                            block[2],
-                            shared,
-                            stream,
-                            params.as_mut_ptr(),
-                            null_mut(),
-                        )
-                    })?;
+                    unsafe { module::start(function, shape, stream, &mut params, early && after_kernel) }?;
+                    after_kernel = true;
                 }
                 Node::Copy { to, from, len } => {
                     // SAFETY: the promise of whoever called `Stream::copy`.
                     check("cuMemcpyDtoDAsync_v2", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, len, stream) })?;
+                    after_kernel = false;
                 }
             }
         }
@@ -130,6 +119,8 @@ struct State {
 pub(super) struct Queue {
     stream: sys::CUstream,
     holding: AtomicBool,
+    /// Whether kernels are started before the one before them has ended.
+    early: AtomicBool,
     replayed: AtomicU64,
     started: AtomicU64,
     state: Mutex<State>,
@@ -141,9 +132,10 @@ unsafe impl Send for Queue {}
 unsafe impl Sync for Queue {}
 
 impl Queue {
-    pub(super) fn new(stream: sys::CUstream) -> Self {
+    pub(super) fn new(stream: sys::CUstream, early: bool) -> Self {
         let (replayed, started) = (AtomicU64::new(0), AtomicU64::new(0));
-        Self { stream, holding: AtomicBool::new(false), replayed, started, state: Mutex::default() }
+        let (holding, early) = (AtomicBool::new(false), AtomicBool::new(early));
+        Self { stream, holding, early, replayed, started, state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -154,6 +146,10 @@ impl Queue {
         self.holding.load(Ordering::Relaxed)
     }
 
+    pub(super) fn is_early(&self) -> bool {
+        self.early.load(Ordering::Relaxed)
+    }
+
     /// Keeps a launch whose arguments lie at these addresses with these sizes.
     ///
     /// # Safety
@@ -162,7 +158,7 @@ impl Queue {
         &self,
         context: &Context,
         function: sys::CUfunction,
-        (grid, block, shared): ([u32; 3], [u32; 3], u32),
+        shape: Shape,
         args: impl Iterator<Item = (*const u8, usize)>,
     ) -> Result<(), CudaError> {
         let mut state = self.state();
@@ -176,7 +172,7 @@ impl Queue {
             unsafe { std::ptr::copy_nonoverlapping(from, work.words[at..].as_mut_ptr().cast::<u8>(), size) };
         }
         let count = work.offsets.len() - first;
-        work.nodes.push(Node::Launch { function, grid, block, shared, first, count });
+        work.nodes.push(Node::Launch { function, shape, first, count });
         self.flush_if_long(context, state)
     }
 
@@ -235,7 +231,7 @@ impl Queue {
                 state.seen.clear();
             }
             state.seen.insert(hash);
-            let done = state.work.issue(self.stream);
+            let done = state.work.issue(self.stream, self.is_early());
             state.work.clear();
             return done;
         }
@@ -244,7 +240,7 @@ impl Queue {
             state.count = 0;
         }
         let work = std::mem::take(&mut state.work);
-        let mut graph = Graph::record_in(context, self.stream, || work.issue(self.stream))?;
+        let mut graph = Graph::record_in(context, self.stream, || work.issue(self.stream, self.is_early()))?;
         // SAFETY: what it consists of was to be started now.
         unsafe { graph.launch_in(self.stream) }?;
         state.count += 1;
@@ -296,6 +292,21 @@ impl Stream {
         Held { queue: Arc::clone(self.queue()), context: self.context().clone() }
     }
 
+    /// Whether kernels are started while the one before them runs, and wait there for its end: they are on devices that can (compute
+    /// capability 9.0 and later) unless told otherwise. Results have the same bits either way. Recorded graphs are forgotten.
+    ///
+    /// # Errors
+    /// What a launch that was held back failed with.
+    pub fn start_early(&self, wanted: bool) -> Result<(), CudaError> {
+        self.ready()?;
+        let can = module::can_start_early(self.context().device().capability);
+        self.queue().early.store(wanted && can, Ordering::Relaxed);
+        let mut state = self.queue().state();
+        state.graphs.clear();
+        state.count = 0;
+        Ok(())
+    }
+
     /// Operations that were replayed in graphs, and that were started one by one, while it was held.
     pub fn replayed(&self) -> (u64, u64) {
         (self.queue().replayed.load(Ordering::Relaxed), self.queue().started.load(Ordering::Relaxed))
@@ -310,10 +321,8 @@ mod tests {
     fn works_are_equal_when_every_byte_is() {
         let work = |arg: u64, shared: u32| Work {
             nodes: vec![Node::Launch {
-                function: null_mut(),
-                grid: [1; 3],
-                block: [32, 1, 1],
-                shared,
+                function: std::ptr::null_mut(),
+                shape: Shape { grid: [1; 3], block: [32, 1, 1], shared },
                 first: 0,
                 count: 1,
             }],

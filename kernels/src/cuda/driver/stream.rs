@@ -6,6 +6,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUevent_flags_enum as EventFlags, CUstream_flags_enum as StreamFlags};
 
 use super::error::check;
+use super::module::can_start_early;
 use super::queue::Queue;
 use super::{Context, CudaError};
 
@@ -33,7 +34,11 @@ impl Stream {
         let flags = StreamFlags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the pointer is valid for the call, and a context is current.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut raw, flags) })?;
-        Ok(Self { queue: Arc::new(Queue::new(raw)), raw, context: context.clone() })
+        Ok(Self {
+            queue: Arc::new(Queue::new(raw, can_start_early(context.device().capability))),
+            raw,
+            context: context.clone(),
+        })
     }
 
     /// Waits until everything in it is done.
