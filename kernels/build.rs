@@ -20,6 +20,7 @@ const FILES: &[&str] = &[
     "moe",
     "quantized",
     "sparse_attention",
+    "split",
     "state",
 ];
 

@@ -1,4 +1,5 @@
-// Routing and the sum over experts. CPU reference: kernels/src/cpu/moe.rs. The expert products are in matmul.cu.
+// Routing, lists of assignments and the sum over experts. CPU reference: kernels/src/cpu/moe.rs. The expert products are in quantized.cu
+// and matmul.cu.
 #include "common.cuh"
 
 __device__ __forceinline__ float sqrt_softplus(float x) {
@@ -69,4 +70,34 @@ extern "C" __global__ void expert_sum(const float* parts, int used, int width, f
     float sum = 0.0f;
     for (int j = 0; j < used; j++) sum = __fadd_rn(sum, parts[(int64_t(r) * used + j) * width + i]);
     out[int64_t(r) * width + i] = sum;
+}
+
+// Groups assignments (row * used + slot) by expert: `order` lists them expert by expert, items are at most `rows` of one expert. The
+// order within an expert is that of arrival, which no result depends on. One block.
+extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* ids, int assignments, int experts, int rows, int4* list, int* count, int* order) {
+    after_previous();
+    __shared__ int counts[1024], starts[1024], item_starts[1024];
+    for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+    __syncthreads();
+    for (int a = threadIdx.x; a < assignments; a += blockDim.x) atomicAdd(&counts[ids[a]], 1);
+    __syncthreads();
+    // Prefix sums over up to 1024 experts, in place of each thread's own.
+    const int e = threadIdx.x, mine = e < experts ? counts[e] : 0, blocks = (mine + rows - 1) / rows;
+    starts[e] = mine;
+    item_starts[e] = blocks;
+    for (int d = 1; d < 1024; d *= 2) {
+        __syncthreads();
+        const int s = e >= d ? starts[e - d] : 0, i = e >= d ? item_starts[e - d] : 0;
+        __syncthreads();
+        starts[e] += s;
+        item_starts[e] += i;
+    }
+    __syncthreads();
+    const int start = starts[e] - mine, first = item_starts[e] - blocks;
+    if (e == 1023) *count = item_starts[1023];
+    for (int i = 0; i < blocks; i++) list[first + i] = make_int4(e, start + i * rows, min(rows, mine - i * rows), 0);
+    __syncthreads();
+    if (e < experts) counts[e] = start;
+    __syncthreads();
+    for (int a = threadIdx.x; a < assignments; a += blockDim.x) order[atomicAdd(&counts[ids[a]], 1)] = a;
 }

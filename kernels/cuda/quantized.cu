@@ -2,49 +2,6 @@
 // CPU reference: kernels/src/cpu/matmul.rs, moe.rs.
 #include "tiled.cuh"
 
-// Splits rows of x into 16-bit numbers with one scale per 256. A warp has one superblock of one row; lane l has elements 8l..8l+7.
-extern "C" __global__ void quantize_rows(const float* x, int order, int64_t total, uint8_t* q, uint8_t* m, int* sums, float* scale) {
-    after_previous();
-    const int64_t at = int64_t(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-    const int lane = threadIdx.x & 31;
-    if (at >= total) return;
-    float v[8], top = 0.0f;
-    const float4* in = reinterpret_cast<const float4*>(x + at * 256 + lane * 8);
-    const float4 u = in[0], w = in[1];
-    v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w, v[4] = w.x, v[5] = w.y, v[6] = w.z, v[7] = w.w;
-#pragma unroll
-    for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(v[i]));
-    top = warp_max(top);
-    const float s = __fdiv_rn(top, 32512.0f), inverse = top > 0.0f ? __fdiv_rn(32512.0f, top) : 0.0f;
-    uint2 hi = make_uint2(0, 0), lo = make_uint2(0, 0);
-    int sum_hi = 0, sum_lo = 0;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int n = max(-32512, min(32512, __float2int_rn(__fmul_rn(v[i], inverse))));
-        const int h = (n + 128) >> 8, l = n - 256 * h;
-        (i < 4 ? hi.x : hi.y) |= uint32_t(h & 255) << (8 * (i & 3));
-        (i < 4 ? lo.x : lo.y) |= uint32_t(l & 255) << (8 * (i & 3));
-        sum_hi += h;
-        sum_lo += l;
-    }
-    // Elements 8 * lane .. are fed in this step from this lane; for Q2_K see the element's byte and bits in its block.
-    const int step = order == ORDER_PLAIN ? lane / 4 : lane % 16 / 4 * 2 + lane % 2;
-    const int feeder = order == ORDER_PLAIN ? lane % 4 : lane / 16 * 2 + lane % 4 / 2;
-    *reinterpret_cast<uint2*>(q + at * ACT_Q + step * 64 + feeder * 8) = hi;
-    *reinterpret_cast<uint2*>(q + at * ACT_Q + step * 64 + 32 + feeder * 8) = lo;
-    sum_hi += __shfl_xor_sync(~0u, sum_hi, 1);
-    sum_lo += __shfl_xor_sync(~0u, sum_lo, 1);
-    // Group lane / 2 of 16; the even lane writes the sum of high bytes and the odd one that of low bytes.
-    const int g = lane / 2, part = lane & 1, z = part ? sum_lo : sum_hi, a = z >> 4;
-    uint8_t* to = m + at * ACT_M + part * 32 + (g / 4) * 8 + g % 4;
-    to[0] = uint8_t(a);
-    to[4] = uint8_t(z - 16 * a);
-    int all = 256 * sum_hi + sum_lo;
-    all += __shfl_xor_sync(~0u, all, 2);
-    if ((lane & 3) == 0) sums[at * ACT_SUMS + lane / 4] = all;
-    if (lane == 0) scale[at] = s;
-}
-
 // Rows of blocks, as in the file, into tiles. A thread has one lane's share of one row's superblock.
 template <class T>
 __device__ __forceinline__ void repack(const uint8_t* from, int64_t rows, int superblocks, uint8_t* qs, uint8_t* side, uint8_t* side2) {
@@ -335,36 +292,6 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
             unit_of<T, 16>(w, out, p.outputs, nsb, first, tile, at.n, rows, shared, stage, next);
         unit += gridDim.x;
     }
-}
-
-// Groups assignments (row * used + slot) by expert: `order` lists them expert by expert, items are at most `rows` of one expert. The
-// order within an expert is that of arrival, which no result depends on. One block.
-extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* ids, int assignments, int experts, int rows, int4* list, int* count, int* order) {
-    after_previous();
-    __shared__ int counts[1024], starts[1024], item_starts[1024];
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
-    __syncthreads();
-    for (int a = threadIdx.x; a < assignments; a += blockDim.x) atomicAdd(&counts[ids[a]], 1);
-    __syncthreads();
-    // Prefix sums over up to 1024 experts, in place of each thread's own.
-    const int e = threadIdx.x, mine = e < experts ? counts[e] : 0, blocks = (mine + rows - 1) / rows;
-    starts[e] = mine;
-    item_starts[e] = blocks;
-    for (int d = 1; d < 1024; d *= 2) {
-        __syncthreads();
-        const int s = e >= d ? starts[e - d] : 0, i = e >= d ? item_starts[e - d] : 0;
-        __syncthreads();
-        starts[e] += s;
-        item_starts[e] += i;
-    }
-    __syncthreads();
-    const int start = starts[e] - mine, first = item_starts[e] - blocks;
-    if (e == 1023) *count = item_starts[1023];
-    for (int i = 0; i < blocks; i++) list[first + i] = make_int4(e, start + i * rows, min(rows, mine - i * rows), 0);
-    __syncthreads();
-    if (e < experts) counts[e] = start;
-    __syncthreads();
-    for (int a = threadIdx.x; a < assignments; a += blockDim.x) order[atomicAdd(&counts[ids[a]], 1)] = a;
 }
 
 #define KERNELS(T)                                                                                                                 \

@@ -10,25 +10,13 @@
 // are computed at once.
 #pragma once
 #include "quant.cuh"
+#include "split.cuh"
 
 struct Tiled {
     const uint8_t* qs;
     const uint8_t* side;
     const uint8_t* side2;
 };
-
-// Activations; [rows][superblocks] of each. Laid out as `ActsArg` in kernels/src/cuda/quantized.rs.
-struct Acts {
-    const uint8_t* q;    // [step of the mma][high or low][lane t][8 bytes]: what a column feeds in a step is contiguous
-    const uint8_t* m;    // sums over 16, each as 16 * a + b: [high or low][t][a of groups 4t..4t+3, b of the same]
-    const int* sums;     // sums over 32 of 256 * hi + lo
-    const float* scale;
-};
-
-constexpr int ACT_Q = 512, ACT_M = 64, ACT_SUMS = 8;
-
-// Which eight elements of a superblock lane t feeds in step s: the s-th group of 32 in order, or the order in which Q2_K packs its bytes.
-enum Order { ORDER_PLAIN = 0, ORDER_Q2_K = 1 };
 
 __device__ __forceinline__ void mma_s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint2 b) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

@@ -9,7 +9,7 @@ use super::fatal::OrFatal;
 use super::kernels::{File, Kernels};
 use super::step::{Arenas, CudaStep};
 use super::weight::{self, CudaWeight};
-use super::{dense, quantized};
+use super::{dense, quantized, split};
 use crate::device::{Attention, Device, DeviceError, DeviceTensor, Rope, TensorSource};
 use crate::plan::BatchPlan;
 use crate::state::StateSpec;
@@ -31,7 +31,7 @@ pub(super) struct Scratch {
     pub(super) up: Growable,
     pub(super) parts: Growable,
     /// Split activations of products with tiled weights, and assignments by expert.
-    pub(super) activations: quantized::Activations,
+    pub(super) activations: split::Activations,
     pub(super) groups: quantized::Groups,
 }
 

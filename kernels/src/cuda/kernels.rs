@@ -44,6 +44,7 @@ files! {
     Moe = "moe";
     Quantized = "quantized";
     SparseAttention = "sparse_attention";
+    Split = "split";
     State = "state";
 }
 

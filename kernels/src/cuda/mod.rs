@@ -27,6 +27,8 @@ mod sparse;
 #[cfg(feature = "cuda")]
 mod sparse_attention;
 #[cfg(feature = "cuda")]
+mod split;
+#[cfg(feature = "cuda")]
 mod step;
 #[cfg(feature = "cuda")]
 mod weight;

@@ -6,6 +6,7 @@ use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
 use super::kernels::{File, dim, int, long};
 use super::quantized;
+use super::split;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::ops::{Experts, MoeOps, RouterParams};
@@ -96,14 +97,14 @@ impl MoeOps for CudaDevice {
         let both = |w: &CudaWeight| (w.ty, w.is_tiled());
         match rows_of {
             Some(r) if experts.gate.is_tiled() && both(&experts.gate) == both(&experts.up) => {
-                let acts = quantized::quantize(self, &mut s.activations, &experts.gate, x.start(), rows);
+                let acts = split::quantize(self, &mut s.activations, &experts.gate, x.start(), rows);
                 quantized::product(self, &[&experts.gate, &experts.up], &acts, r, used, ff, &[gate, up]);
             }
             _ => {
                 for (w, to) in [(&experts.gate, gate), (&experts.up, up)] {
                     match rows_of.filter(|_| w.is_tiled()) {
                         Some(r) => {
-                            let acts = quantized::quantize(self, &mut s.activations, w, x.start(), rows);
+                            let acts = split::quantize(self, &mut s.activations, w, x.start(), rows);
                             quantized::product(self, &[w], &acts, r, used, ff, &[to]);
                         }
                         None => exact(w, ff, x.start(), used, to),
@@ -117,7 +118,7 @@ impl MoeOps for CudaDevice {
         self.launch(File::Elementwise, "swiglu_weighted", blocks(n), BLOCK, 0, &all);
         match rows_of.filter(|_| experts.down.is_tiled()) {
             Some(r) => {
-                let acts = quantized::quantize(self, &mut s.activations, &experts.down, gate, assignments);
+                let acts = split::quantize(self, &mut s.activations, &experts.down, gate, assignments);
                 quantized::product(self, &[&experts.down], &acts, r, 1, hidden, &[parts]);
             }
             None => exact(&experts.down, hidden, gate, 1, parts),

@@ -3,7 +3,8 @@
 use super::buffer::{CudaBuffer, Growable};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
-use super::kernels::{File, dim, int, long};
+use super::kernels::{File, dim, int};
+use super::split::{ActsArg, order, quantize};
 use super::weight::CudaWeight;
 use crate::kernel_args;
 use ds4_manifests::GgmlType;
@@ -115,16 +116,6 @@ pub(super) struct TiledArg {
     pub(super) side2: u64,
 }
 
-/// `Acts` in tiled.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(super) struct ActsArg {
-    q: u64,
-    m: u64,
-    sums: u64,
-    scale: u64,
-}
-
 /// `Items` in quantized.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
@@ -149,16 +140,7 @@ struct PairArg {
     superblocks: i32,
     pad: i32,
 }
-kernel_args!(TiledArg, ActsArg, ItemsArg, PairArg);
-
-/// Device memory for split activations.
-#[derive(Debug, Default)]
-pub(super) struct Activations {
-    q: Growable,
-    m: Growable,
-    sums: Growable,
-    scale: Growable,
-}
+kernel_args!(TiledArg, ItemsArg, PairArg);
 
 /// Lists of assignments by expert.
 #[derive(Debug, Default)]
@@ -187,30 +169,6 @@ pub(super) struct Listed {
     most: usize,
 }
 
-/// The order in which a type's kernel takes activations (`Order` in tiled.cuh).
-fn order(ty: GgmlType) -> i32 {
-    i32::from(ty == GgmlType::Q2_K)
-}
-
-/// Splits `rows` rows of floats at `x` into 16-bit activations for products with `w`, and with other weights of as many columns whose
-/// type takes them in the same order.
-pub(super) fn quantize(d: &CudaDevice, to: &mut Activations, w: &CudaWeight, x: DevicePtr, rows: usize) -> ActsArg {
-    let superblocks = w.cols / SUPERBLOCK;
-    let total = rows * superblocks;
-    let room = rows.max(16) * superblocks;
-    let at = |g: &mut Growable, bytes: usize| g.at_least(d.context(), room * bytes);
-    let acts = ActsArg {
-        q: at(&mut to.q, 512),
-        m: at(&mut to.m, 64),
-        sums: at(&mut to.sums, 32),
-        scale: at(&mut to.scale, 4),
-    };
-    let args = (order(w.ty), long(total));
-    let all: [&dyn KernelArg; 7] = [&x, &args.0, &args.1, &acts.q, &acts.m, &acts.sums, &acts.scale];
-    d.launch(File::Quantized, "quantize_rows", [dim(total.div_ceil(8)), 1, 1], [256, 1, 1], 0, &all);
-    acts
-}
-
 /// Lists the `assignments` expert ids at `ids` by expert, for products with weights of types `all`.
 pub(super) fn group(
     d: &CudaDevice,
@@ -232,7 +190,7 @@ pub(super) fn group(
     };
     let args = (int(assignments), int(experts), int(rows));
     let all: [&dyn KernelArg; 7] = [&ids, &args.0, &args.1, &args.2, &listed.list, &listed.count, &listed.order];
-    d.launch(File::Quantized, "group_experts", [1, 1, 1], [1024, 1, 1], 0, &all);
+    d.launch(File::Moe, "group_experts", [1, 1, 1], [1024, 1, 1], 0, &all);
     listed
 }
 

@@ -163,7 +163,7 @@ impl SparseOps for CudaDevice {
         }
         // A row of x is `groups` rows of one group each.
         out.resize(x.rows());
-        let acts = quantized::quantize(self, &mut self.scratch().activations, w, x.start(), x.rows() * groups);
+        let acts = super::split::quantize(self, &mut self.scratch().activations, w, x.start(), x.rows() * groups);
         let rows = quantized::Rows::Strided { matrices: groups, rows: x.rows() };
         quantized::product(self, &[w], &acts, rows, 1, w.rows / groups, &[out.start()]);
     }
