@@ -21,6 +21,8 @@ mod kernels;
 #[cfg(feature = "cuda")]
 mod moe;
 #[cfg(feature = "cuda")]
+mod products;
+#[cfg(feature = "cuda")]
 mod quantized;
 #[cfg(feature = "cuda")]
 mod sparse;
@@ -43,6 +45,7 @@ pub use device::CudaDevice;
 pub use indexer::CudaSelection;
 #[cfg(feature = "cuda")]
 pub use moe::CudaRouting;
+#[cfg(feature = "cuda")]
 pub use sparse::CudaRope;
 #[cfg(feature = "cuda")]
 pub use step::CudaStep;
