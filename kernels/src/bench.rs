@@ -1,5 +1,7 @@
 //! Timings of kernels, for `ds4 bench` and for whoever tunes them.
 
+pub mod kernel;
+
 use std::time::{Duration, Instant};
 
 use ds4_manifests::GgmlType;

@@ -142,6 +142,24 @@ struct Suite<'a, D: Device> {
     seed: u64,
 }
 
+/// The exact product of a row of weights of type `ty` with activations, and how far a device may be from it: half a step of its activation
+/// format for each weight, and roundings of f32.
+pub(crate) fn product(ty: GgmlType, w: &[f32], x: &[f32], activation: f64) -> (f64, f64) {
+    let float = matches!(ty, GgmlType::F32 | GgmlType::F16 | GgmlType::BF16);
+    let activation = if float { 0.0 } else { activation };
+    let widest = f64::from(w.iter().fold(0f32, |m, v| m.max(v.abs())));
+    let (mut want, mut bound) = (0.0, 1e-30);
+    for (w, x) in w.chunks(32).zip(x.chunks(32)) {
+        let step = f64::from(x.iter().fold(0f32, |m, v| m.max(v.abs()))) * activation;
+        for (w, x) in w.iter().zip(x) {
+            let (w, x) = (f64::from(*w), f64::from(*x));
+            want += w * x;
+            bound += w.abs() * step + (w.abs() + 2.0 * widest) * x.abs() / 524_288.0;
+        }
+    }
+    (want, bound)
+}
+
 fn tokens(n: usize) -> Vec<u32> {
     (0..u32::try_from(n).unwrap_or(u32::MAX)).collect()
 }
@@ -303,24 +321,13 @@ impl<D: Device> Suite<'_, D> {
     }
 
     fn product(&self, ty: GgmlType, bytes: &[u8], cols: usize, x: &[f32], got: &[f32]) {
-        let float = matches!(ty, GgmlType::F32 | GgmlType::F16 | GgmlType::BF16);
-        let activation = if float { 0.0 } else { self.bounds.activation };
         let row_bytes = quant::row_bytes(ty, cols);
         let outputs = bytes.len() / row_bytes;
         for (o, row) in bytes.chunks_exact(row_bytes).enumerate() {
             let mut w = vec![0.0; cols];
             quant::dequantize_row(ty, row, &mut w);
-            let widest = f64::from(w.iter().fold(0f32, |m, v| m.max(v.abs())));
             for (r, x) in x.chunks_exact(cols).enumerate() {
-                let (mut want, mut bound) = (0.0, 1e-30);
-                for (w, x) in w.chunks(32).zip(x.chunks(32)) {
-                    let step = f64::from(x.iter().fold(0f32, |m, v| m.max(v.abs()))) * activation;
-                    for (w, x) in w.iter().zip(x) {
-                        let (w, x) = (f64::from(*w), f64::from(*x));
-                        want += w * x;
-                        bound += w.abs() * step + (w.abs() + 2.0 * widest) * x.abs() / 524_288.0;
-                    }
-                }
+                let (want, bound) = product(ty, &w, x, self.bounds.activation);
                 self.close(&format!("matmul {ty} row {r} output {o}"), got[r * outputs + o], want, bound);
             }
         }
