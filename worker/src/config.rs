@@ -8,6 +8,7 @@ use ds4_api::ApiConfig;
 use ds4_engine::EngineConfig;
 use ds4_models::deepseek_v4::{MtpAlignment, MtpSettings};
 use ds4_settings::{ConfigArgs, ConfigErrors, Layered, Origins, Problems, default_runtime_dir};
+use crate::kernel_bench::KernelBench;
 
 /// Serves one model of a weight owner over HTTP.
 #[derive(clap::Parser)]
@@ -24,6 +25,8 @@ pub struct Cli {
     /// With --self-test: attach and detach this many times
     #[arg(long, value_name = "N", default_value_t = 1, requires = "self_test", value_parser = clap::value_parser!(u32).range(1..))]
     pub self_test_cycles: u32,
+    #[command(flatten)]
+    pub bench: KernelBench,
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 drained; 1 fatal error; 2 bad usage, configuration or address in use; 3 no weight \

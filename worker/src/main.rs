@@ -13,6 +13,7 @@ mod control;
 mod debug;
 mod device;
 mod failure;
+mod kernel_bench;
 mod late;
 mod listen;
 mod run;
@@ -36,7 +37,9 @@ fn main() -> ExitCode {
     let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false);
     tracing_subscriber::registry().with(format.with_filter(filter)).init();
     tracing::info!(version = env!("CARGO_PKG_VERSION"), pid = std::process::id(), "ds4-worker\n{}", layered.to_toml());
-    let result = if cli.self_test {
+    let result = if let Some(family) = &cli.bench.bench_kernel {
+        kernel_bench::run(&cli.bench, family, options.threads).map(|figures| println!("{figures}"))
+    } else if cli.self_test {
         self_test::run(&options, cli.self_test_cycles).map(|figures| println!("{figures}"))
     } else {
         runtime().and_then(|runtime| {

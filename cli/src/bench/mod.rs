@@ -1,5 +1,6 @@
 //! `ds4 bench`: the figures that this project promises, measured on the machine at hand.
 
+mod kernel;
 mod load;
 mod peer;
 mod restart;
@@ -34,16 +35,19 @@ enum BenchCommand {
     Throughput(throughput::ThroughputArgs),
     /// How fast the owner loads a model, in GiB/s per stage
     Load(load::LoadBenchArgs),
+    /// One family of the worker's kernels: checked against its reference, and timed
+    Kernel(kernel::KernelArgs),
     /// Compare with another server on the same file, threads and prompts
     Peer(peer::PeerArgs),
 }
 
-/// Runs one; `restart` exits with 1 when a cycle failed or the weights changed.
+/// Runs one; exits with 1 when a cycle of `restart` or a check of `kernel` failed, or the weights changed.
 pub async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
     let (value, text) = match &args.command {
         BenchCommand::Restart(args) => restart::restart(args).await?,
         BenchCommand::Throughput(args) => throughput::throughput(args).await?,
         BenchCommand::Load(args) => load::load(args).await?,
+        BenchCommand::Kernel(args) => kernel::kernel(args)?,
         BenchCommand::Peer(args) => peer::peer(args).await?,
     };
     if args.json {
