@@ -4,6 +4,10 @@
 //! `gpu [cpu|cuda] [OUT.json] [FILTER]`; `DS4_FIXTURES` is the folder `tests/fixtures`, `DS4_STARTER_MODEL` the starter model.
 //! Exit code 1 when a check failed.
 
+#[path = "parts/flash.rs"]
+mod flash;
+#[path = "parts/layers.rs"]
+mod layers;
 #[path = "../tests/support/seeded.rs"]
 mod seeded;
 #[path = "../tests/support/mod.rs"]
@@ -409,6 +413,9 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
         checks.push((format!("experts {gate} {down}"), Box::new(move |d| experts(d, gate, down))));
     }
     checks.push(("products".into(), Box::new(products)));
+    for kind in layers::KINDS {
+        checks.push((format!("layer {}", kind.0), Box::new(move |d| layers::check(d, kind))));
+    }
     for name in CASES {
         checks.push((format!("deepseek_v4 {name}"), Box::new(move |d| v4_agrees(d, name))));
     }

@@ -3,20 +3,21 @@
 //! `gpu_speed kernels`, `gpu_speed model [LAYERS] [late]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random blocks, each layer's a device copy of its own (the host has one
 //! layer's bytes); every timing is between events of the device's stream, after a warm-up, over inputs that do not fit the cache.
 
-use std::sync::Arc;
+#[path = "parts/flash.rs"]
+mod flash;
+
 use std::time::Instant;
 
-use ds4_attach::Weights;
 use ds4_kernels::conformance::Random;
 use ds4_kernels::cuda::CudaDevice;
 use ds4_kernels::cuda::driver::Event;
 use ds4_kernels::ops::{Experts, KvNumerics, MoeOps, RouterParams};
 use ds4_kernels::{BatchPlan, Device, StateSpec, TensorSource, quant};
-use ds4_manifests::catalog::Catalog;
-use ds4_manifests::{Backend, Chunk, GgmlType, ModelIdentity, TensorEntry, Value, WeightManifest};
+use ds4_manifests::GgmlType;
 use ds4_models::Model;
 use ds4_models::deepseek_v4::DeepseekV4;
 use ds4_os::SharedBytes;
+use flash::flash;
 
 /// Measured device read bandwidth of an H200, bytes per second.
 const CEILING: f64 = 4.14e12;
@@ -142,94 +143,9 @@ fn kernels(d: &CudaDevice) {
     }
 }
 
-/// Flash with `layers` layers and random weights; all layers share host bytes.
-fn flash(layers: u64) -> Weights {
-    let catalog = Catalog::builtin();
-    let entry = catalog.entry("deepseek-v4-flash").unwrap();
-    let mut metadata = catalog.metadata_of(entry);
-    metadata.set("deepseek4.expert_weights_norm", Value::Bool(true));
-    let found = catalog.expand(entry, &metadata).unwrap();
-    let mut rng = Random::new(3);
-    let mut host: Vec<u8> = Vec::new();
-    let mut seen: Vec<(String, u64)> = Vec::new();
-    let mut tensors = Vec::new();
-    for t in found.tensors() {
-        let (layer, suffix) = match t.name.strip_prefix("blk.").and_then(|n| n.split_once('.')) {
-            Some((n, suffix)) => (n.parse::<u64>().ok(), suffix.to_owned()),
-            None => (None, t.name.clone()),
-        };
-        if layer.is_some_and(|l| l >= layers) {
-            continue;
-        }
-        let ty = match t.role {
-            "table" => GgmlType::I32,
-            "vector" => GgmlType::F32,
-            "experts" if t.name.contains("down") => GgmlType::Q2_K,
-            "experts" => GgmlType::IQ2_XXS,
-            "shared" | "matrix" => GgmlType::Q8_0,
-            _ => GgmlType::F16,
-        };
-        let elems = usize::try_from(t.shape.iter().product::<u64>()).unwrap();
-        let key = format!("{suffix} {:?}", t.shape);
-        let offset = match seen.iter().find(|(k, _)| *k == key) {
-            Some((_, offset)) => *offset,
-            None => {
-                host.resize(host.len().next_multiple_of(256), 0);
-                let offset = host.len() as u64;
-                if ty == GgmlType::I32 {
-                    // Experts that differ within a row: slot j takes one of its own residue class.
-                    let used = usize::try_from(t.shape[0]).unwrap();
-                    host.extend((0..elems).flat_map(|i| {
-                        let e = rng.below(256 / used) * used + i % used;
-                        i32::try_from(e).unwrap().to_le_bytes()
-                    }));
-                } else if ty == GgmlType::F32 {
-                    let norm = suffix.ends_with("norm.weight") || suffix.contains("scale");
-                    host.extend(
-                        (0..elems).flat_map(|_| (if norm { 1.0 } else { 0.0 } + 0.1 * rng.unit()).to_le_bytes()),
-                    );
-                } else if ty == GgmlType::F16 {
-                    let size = 1.0 / (t.shape[0] as f32).sqrt();
-                    let some: Vec<u8> = (0..elems.min(1 << 22))
-                        .flat_map(|_| half::f16::from_f32(rng.unit() * size).to_le_bytes())
-                        .collect();
-                    host.extend(some.iter().copied().cycle().take(elems * 2));
-                } else {
-                    host.extend(blocks(&mut rng, ty, elems));
-                }
-                seen.push((key, offset));
-                offset
-            }
-        };
-        let len = ty.tensor_bytes(&t.shape).unwrap();
-        tensors.push(TensorEntry { name: t.name, ty, shape: t.shape, chunk: 0, offset, len });
-    }
-    drop(found);
-    metadata.set("deepseek4.block_count", Value::U64(layers));
-    let chunk = SharedBytes::new(Arc::new(host));
-    let identity = ModelIdentity {
-        family: "deepseek4".into(),
-        artifact: "random".into(),
-        name: "random".into(),
-        content: [0; 32],
-        known: false,
-    };
-    Weights {
-        manifest: WeightManifest {
-            model: identity,
-            epoch: 1,
-            backend: Backend::Memfd { page: 4096 },
-            chunks: vec![Chunk { len: chunk.len() as u64, blake3: [0; 32] }],
-            tensors,
-            metadata,
-        },
-        chunks: vec![chunk],
-    }
-}
-
 fn model(d: &CudaDevice, layers: u64, prefill: bool, late: bool) {
     let start = Instant::now();
-    let weights = flash(layers);
+    let weights = flash(layers, flash::VOCABULARY);
     println!(
         "host bytes {:.1} GB, made in {:.1} s",
         weights.chunks[0].len() as f64 / 1e9,
