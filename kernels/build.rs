@@ -13,6 +13,7 @@ use std::time::SystemTime;
 const FILES: &[&str] = &[
     "attention",
     "compress",
+    "dense",
     "elementwise",
     "hyper",
     "indexer",

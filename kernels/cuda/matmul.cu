@@ -84,8 +84,9 @@ __device__ __forceinline__ void dense(const uint8_t* w, int64_t row_bytes, int c
         for (int o = 0; o < OUTS; o++) eight<T>(w + int64_t(min(o0 + o, outputs - 1)) * row_bytes + int64_t(i) * 8 * T::BYTES, a[o]);
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            float b[8];
-            eight<F32>(reinterpret_cast<const uint8_t*>(in[r] + i * 8), b);
+            // Not through the read-only cache: such loads may be moved to before `after_previous`.
+            const float4 lo = *reinterpret_cast<const float4*>(in[r] + i * 8), hi = *reinterpret_cast<const float4*>(in[r] + i * 8 + 4);
+            const float b[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
 #pragma unroll
             for (int o = 0; o < OUTS; o++)
 #pragma unroll

@@ -121,6 +121,11 @@ pub fn run_operations<D: Device>(device: &D, bounds: Bounds) {
         suite.embed(ty);
         suite.matmul(ty);
     }
+    for ty in [GgmlType::F32, GgmlType::F16, GgmlType::Q8_0, GgmlType::Q4_K, GgmlType::Q2_K, GgmlType::IQ2_XXS] {
+        suite.batches(ty, &[2816, 48], 512, 150);
+    }
+    // Enough for the kernels with the largest tiles; columns that are not whole tiles of anything.
+    suite.batches(GgmlType::F16, &[8200, 24, 1], 264, 260);
     suite.attention(StateType::F16);
     suite.attention(StateType::F32);
     suite.bank();
@@ -317,6 +322,30 @@ impl<D: Device> Suite<'_, D> {
             self.device.matmul(&buffer, &mut [(&w, &mut out), (&w2, &mut out2)]);
             self.product(ty, &bytes, cols, &x, &self.download(&out, rows));
             self.product(GgmlType::Q8_0, &more, cols, &x, &self.download(&out2, rows));
+        }
+    }
+
+    /// A row's products have the same bits in batches of every size, wherever the row is in them: devices have other kernels for many rows
+    /// than for few.
+    fn batches(&self, ty: GgmlType, outputs: &[usize], cols: usize, rows: usize) {
+        let mut rng = self.random(11);
+        let x = rng.activations(rows * cols);
+        let weights: Vec<_> =
+            outputs.iter().map(|n| self.weight(ty, *n, cols, &rng.weights(ty, *n, cols))).collect();
+        let run = |x: &[f32]| -> Vec<Vec<f32>> {
+            let mut out: Vec<_> = outputs.iter().map(|n| self.device.buffer(*n)).collect();
+            self.device.matmul(&self.upload(cols, x), &mut weights.iter().zip(&mut out).collect::<Vec<_>>());
+            out.iter().map(|o| self.download(o, x.len() / cols)).collect()
+        };
+        let all = run(&x);
+        for n in [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 140] {
+            let first = rng.below(rows - n + 1);
+            let some = run(&x[first * cols..(first + n) * cols]);
+            for ((some, all), width) in some.iter().zip(&all).zip(outputs) {
+                let same = some.iter().zip(&all[first * width..]).all(|(a, b)| a.to_bits() == b.to_bits());
+                let seed = self.seed;
+                assert!(same, "{ty}, {width} outputs: other bits in a batch of {n} than of {rows} (DS4_SEED={seed})");
+            }
         }
     }
 

@@ -9,7 +9,7 @@ use super::fatal::OrFatal;
 use super::kernels::{File, Kernels};
 use super::step::{Arenas, CudaStep};
 use super::weight::{self, CudaWeight};
-use super::{dense, quantized, split};
+use super::{dense, products, quantized, split};
 use crate::device::{Attention, Device, DeviceError, DeviceTensor, Rope, TensorSource};
 use crate::plan::BatchPlan;
 use crate::state::StateSpec;
@@ -33,6 +33,8 @@ pub(super) struct Scratch {
     /// Split activations of products with tiled weights, and assignments by expert.
     pub(super) activations: split::Activations,
     pub(super) groups: quantized::Groups,
+    /// Activations of products with F16 weights.
+    pub(super) halves: products::Halves,
 }
 
 /// One CUDA device with one stream, in which everything is done in order.
@@ -190,11 +192,14 @@ impl Device for CudaDevice {
             assert_eq!(w.cols, x.width(), "{}: activations of another width", w.name);
             assert_eq!(w.rows, out.width(), "{}: output of another width", w.name);
         }
-        for part in group.chunk_by_mut(|a, b| a.0.is_tiled() == b.0.is_tiled()) {
-            if part[0].0.is_tiled() {
-                quantized::matmul(self, x, part);
-            } else {
-                part.iter_mut().for_each(|(w, out)| dense::matmul(self, x, w, 1, out));
+        // Weights that have the same kernels go into one launch, wherever they are in the group.
+        let kind = |w: &CudaWeight| (!w.is_tiled(), !w.is_tiled() && !products::fits(w));
+        group.sort_by_key(|(w, _)| kind(w));
+        for part in group.chunk_by_mut(|a, b| kind(a.0) == kind(b.0)) {
+            match kind(part[0].0) {
+                (false, _) => quantized::matmul(self, x, part),
+                (true, false) => products::matmul(self, x, part),
+                (true, true) => part.iter_mut().for_each(|(w, out)| dense::matmul(self, x, w, 1, out)),
             }
         }
     }

@@ -37,6 +37,7 @@ macro_rules! files {
 files! {
     Attention = "attention";
     Compress = "compress";
+    Dense = "dense";
     Elementwise = "elementwise";
     Hyper = "hyper";
     Indexer = "indexer";
