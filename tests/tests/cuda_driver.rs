@@ -152,3 +152,20 @@ fn refusals_of_memory_are_told_from_a_lost_device() {
     let e = Physical::create(&context, STEP).unwrap_err();
     assert!(e.is_sticky() && e.code() == "cuda_device_lost", "{e}");
 }
+
+#[test]
+fn any_allocation_can_be_refused_on_purpose_and_the_next_one_succeeds() {
+    let name = "any_allocation_can_be_refused_on_purpose_and_the_next_one_succeeds";
+    if !with_card(name, &Card::new().with("DS4_CUDA_REFUSE", 4)) {
+        return;
+    }
+    let context = context();
+    let mut space = Space::reserve(&context, 2 * STEP).unwrap();
+    space.map(0, Physical::create(&context, STEP).unwrap()).unwrap();
+    let pinned = Staging::new(&space, 1, 64).unwrap();
+    let e = Physical::create(&context, STEP).unwrap_err();
+    assert!(matches!(e, CudaError::OutOfMemory { call: "cuMemCreate", bytes: STEP }) && !e.is_sticky(), "{e}");
+    space.map(STEP, Physical::create(&context, STEP).unwrap()).unwrap();
+    space.allow(0, 2 * STEP, Access::ReadWrite).unwrap();
+    drop(pinned);
+}

@@ -192,7 +192,12 @@ impl CudaBank {
             let mut add = || -> Result<(), CudaError> {
                 let memory = Physical::create(space.context(), len)?;
                 space.map(at, memory)?;
-                space.allow(at, len, Access::ReadWrite)
+                let allowed = space.allow(at, len, Access::ReadWrite);
+                if allowed.is_err() {
+                    // What is not counted as committed must not stay mapped: the next commit begins there.
+                    let _ = space.unmap(at);
+                }
+                allowed
             };
             add().map_err(|e| refusal("bank", &e, want - self.committed))?;
             self.committed += self.layout.piece;

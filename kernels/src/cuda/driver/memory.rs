@@ -4,7 +4,7 @@ use cudarc::driver::sys;
 
 use super::error::{check, check_alloc};
 use super::vmm::DevicePtr;
-use super::{Context, CudaError, Pinned, Stream};
+use super::{Context, CudaError, Pinned, Stream, refuse};
 
 /// Device memory that nobody else sees, aligned to 256 bytes. Freed on drop, which waits for the device by itself.
 #[derive(Debug)]
@@ -21,6 +21,7 @@ impl Memory {
     /// [`CudaError::OutOfMemory`].
     pub fn new(context: &Context, len: usize) -> Result<Self, CudaError> {
         context.bind()?;
+        refuse::check("cuMemAlloc_v2", len as u64)?;
         let mut start = 0;
         // SAFETY: the pointer is valid for the call. The driver refuses 0 bytes.
         check_alloc("cuMemAlloc_v2", len as u64, unsafe { sys::cuMemAlloc_v2(&raw mut start, len.max(1)) })?;

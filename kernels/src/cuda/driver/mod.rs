@@ -11,6 +11,7 @@
 //! | [`module`] | compiled kernels and their launches |
 //! | [`graph`] | recorded runs of a stream |
 //! | [`queue`] | launches held back, and the graphs that they are replayed as |
+//! | [`refuse`] | nothing: allocations that fail on purpose, for tests |
 //! | [`vmm`] | physical memory with descriptors, address space, and the mappings between them |
 //!
 //! Every owner holds the context that it lives in, and frees what it owns on drop; fields are declared in the order in
@@ -25,6 +26,7 @@ pub mod memory;
 pub mod module;
 pub mod pinned;
 pub mod queue;
+pub mod refuse;
 pub mod stream;
 pub mod vmm;
 

@@ -6,7 +6,7 @@ use std::ptr::{NonNull, null_mut};
 use cudarc::driver::sys;
 
 use super::error::{check, check_alloc};
-use super::{Context, CudaError, Event, Space, Stream};
+use super::{Context, CudaError, Event, Space, Stream, refuse};
 
 /// Page-locked host memory, aligned to a page. Copies from and to it run at the bus's speed (55.5 GB/s to an H200) and
 /// without the CPU.
@@ -29,6 +29,7 @@ impl Pinned {
     /// [`CudaError::OutOfMemory`] when the machine cannot lock that much.
     pub fn new(context: &Context, len: usize) -> Result<Self, CudaError> {
         context.bind()?;
+        refuse::check("cuMemHostAlloc", len as u64)?;
         let mut start = null_mut();
         // SAFETY: the pointer is valid for the call, and a context is current.
         check_alloc("cuMemHostAlloc", len as u64, unsafe {

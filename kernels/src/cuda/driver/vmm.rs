@@ -16,7 +16,7 @@ use cudarc::driver::sys::{
 };
 
 use super::error::{check, check_alloc};
-use super::{Context, CudaError};
+use super::{Context, CudaError, refuse};
 
 /// An address in device memory.
 pub type DevicePtr = u64;
@@ -82,6 +82,7 @@ impl Physical {
     /// [`CudaError::OutOfMemory`], or `len` is no multiple.
     pub fn create(context: &Context, len: u64) -> Result<Self, CudaError> {
         context.bind()?;
+        refuse::check("cuMemCreate", len)?;
         let properties = properties(context);
         let mut handle = 0;
         // SAFETY: both pointers are valid for the call.
@@ -224,6 +225,7 @@ impl Space {
     /// `len` is 0 or no multiple, or the address space is used up.
     pub fn reserve(context: &Context, len: u64) -> Result<Self, CudaError> {
         context.bind()?;
+        refuse::check("cuMemAddressReserve", len)?;
         let mut start = 0;
         // SAFETY: the pointer is valid for the call; alignment and address are left to the driver.
         check_alloc("cuMemAddressReserve", len, unsafe {
