@@ -21,6 +21,8 @@ const FILES: &[&str] = &[
     "moe",
     "quantized",
     "sparse_attention",
+    "sparse_scores",
+    "sparse_values",
     "split",
     "state",
 ];

@@ -1,26 +1,10 @@
-// Attention over the window and compressed rows, with a sink. CPU reference: kernels/src/cpu/sparse.rs.
+// Attention over the window and compressed rows, with a sink, for rows of any type and width. CPU reference: kernels/src/cpu/sparse.rs.
 #include "softmax.cuh"
-
-// Laid out as `SparseArg` in kernels/src/cuda/sparse_attention.rs.
-struct Sparse {
-    int heads, head_dim, window, ratio;   // ratio 0: no compressed rows
-    float scale;
-    int top_k;
-    const float* sinks;    // [heads]
-    const float* q;        // [rows, heads * head_dim]
-    const float* kv;       // [rows, head_dim]
-    const int* selected;   // [rows, top_k]; null: all visible rows
-    const int* counts;     // [rows]; -1: all visible rows
-};
+#include "sparse.cuh"
 
 constexpr int PIECE = 40;  // 640 keys (the window and 512 selected) of 64 heads are 128 blocks: one each for 132 multiprocessors
 constexpr int TILE = 8;
 constexpr int HEADS = 8;  // as many as keys of a tile: each of the block's warps fetches one key and computes one head
-
-__device__ __forceinline__ int history(const Sparse& p, int row, int pos) {
-    const int visible = p.ratio ? (pos + 1) / p.ratio : 0;
-    return p.selected && p.counts[row] >= 0 ? p.counts[row] : visible;
-}
 
 // A key on its way: elements lane, lane + 32, ... as they are stored. Loads first and conversions later: a load whose value is needed
 // inside a branch is waited for there, one after the other. Rows of exactly 32 * E elements whose rotary part begins at a multiple of

@@ -45,6 +45,8 @@ files! {
     Moe = "moe";
     Quantized = "quantized";
     SparseAttention = "sparse_attention";
+    SparseScores = "sparse_scores";
+    SparseValues = "sparse_values";
     Split = "split";
     State = "state";
 }

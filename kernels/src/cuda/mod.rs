@@ -29,6 +29,7 @@ mod sparse;
 #[cfg(feature = "cuda")]
 mod sparse_attention;
 #[cfg(feature = "cuda")]
+mod sparse_tensor;
 mod split;
 #[cfg(feature = "cuda")]
 mod step;

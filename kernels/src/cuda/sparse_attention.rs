@@ -7,6 +7,7 @@ use super::device::CudaDevice;
 use super::driver::KernelArg;
 use super::indexer::CudaSelection;
 use super::kernels::{File, dim, int};
+use super::sparse_tensor;
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::kernel_args;
@@ -17,10 +18,10 @@ use crate::state::StateType;
 const PIECE: usize = 40;
 const HEADS: usize = 8;
 
-/// `Sparse` in sparse_attention.cu.
+/// `Sparse` in sparse.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct SparseArg {
+pub(super) struct SparseArg {
     heads: i32,
     head_dim: i32,
     window: i32,
@@ -29,7 +30,7 @@ struct SparseArg {
     top_k: i32,
     sinks: u64,
     q: u64,
-    kv: u64,
+    pub(super) kv: u64,
     selected: u64,
     counts: u64,
 }
@@ -83,6 +84,10 @@ pub(super) fn attend(
     };
     let visible = step.deepest.checked_div(ratio).unwrap_or(0);
     let history = selection.map_or(visible, |s| s.top_k.min(visible));
+    if sparse_tensor::fits(p, &ring, compressed.as_ref()) {
+        let slots = (&ring, compressed.as_ref().unwrap_or(&ring));
+        return sparse_tensor::attend(d, step, p, &arg, slots, history, out);
+    }
     let keys = step.deepest.min(p.window) + history;
     let pieces = if step.rows >= MANY_ROWS { 1 } else { keys.div_ceil(PIECE).max(1) };
     let partial = match pieces {

@@ -4,6 +4,8 @@
 //! `gpu [cpu|cuda] [OUT.json] [FILTER]`; `DS4_FIXTURES` is the folder `tests/fixtures`, `DS4_STARTER_MODEL` the starter model.
 //! Exit code 1 when a check failed.
 
+#[path = "parts/attention.rs"]
+mod attention;
 #[path = "parts/flash.rs"]
 mod flash;
 #[path = "parts/layers.rs"]
@@ -413,6 +415,7 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
         checks.push((format!("experts {gate} {down}"), Box::new(move |d| experts(d, gate, down))));
     }
     checks.push(("products".into(), Box::new(products)));
+    checks.push(("attention".into(), Box::new(attention::check)));
     for kind in layers::KINDS {
         checks.push((format!("layer {}", kind.0), Box::new(move |d| layers::check(d, kind))));
     }
