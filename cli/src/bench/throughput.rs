@@ -23,6 +23,9 @@ pub struct ThroughputArgs {
     /// Generated tokens of the decode measurements
     #[arg(long, value_name = "TOKENS", default_value_t = 128)]
     decode: u32,
+    /// Decode speed of one stream behind prompts of so many tokens (each measured once)
+    #[arg(long, value_name = "TOKENS,...", value_delimiter = ',')]
+    at: Vec<usize>,
     /// Numbers of simultaneous streams
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 4, 16])]
     streams: Vec<u32>,
@@ -56,6 +59,13 @@ pub async fn throughput(args: &ThroughputArgs) -> anyhow::Result<(Value, String)
         }
     }
 
+    let mut depths = serde_json::Map::new();
+    for &at in &args.at {
+        let answer = server.post("/v1/completions", &body(&fresh(at), args.decode)).await?.json()?;
+        let (prefill, decode) = speeds(&answer)?;
+        depths.insert(at.to_string(), json!({"prefill_tok_s": prefill, "decode_tok_s": decode}));
+    }
+
     let mut aggregate = serde_json::Map::new();
     for &streams in &args.streams {
         let mut samples = Vec::new();
@@ -82,12 +92,22 @@ pub async fn throughput(args: &ThroughputArgs) -> anyhow::Result<(Value, String)
     let (prefill, decode) = (median(&prefill), median(&decode));
     let lines =
         aggregate.iter().map(|(n, v)| format!("{n:>3} streams together  {:8.1} tok/s\n", v.as_f64().unwrap_or(0.0)));
+    let number = |v: &Value, key: &str| v[key].as_f64().unwrap_or(0.0);
+    let deep = depths.iter().map(|(at, v)| {
+        format!(
+            "at {at}: prefill {:8.1} tok/s, decode {:8.1} tok/s\n",
+            number(v, "prefill_tok_s"),
+            number(v, "decode_tok_s")
+        )
+    });
     let text = format!("prefill({})  {prefill:8.1} tok/s\ndecode({})  {decode:8.1} tok/s\n", args.prefill, args.decode)
+        + &deep.collect::<String>()
         + &lines.collect::<String>();
     let value = json!({
         "prefill_tok_s": prefill,
         "decode_tok_s": decode,
         "aggregate_tok_s": aggregate,
+        "at": depths,
         "prefill_tokens": args.prefill,
         "decode_tokens": args.decode,
         "repeats": args.repeats,
