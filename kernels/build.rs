@@ -20,6 +20,7 @@ const FILES: &[&str] = &[
     "matmul",
     "moe",
     "quantized",
+    "sample",
     "sparse_attention",
     "sparse_scores",
     "sparse_values",

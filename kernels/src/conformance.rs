@@ -4,6 +4,8 @@
 //! one-layer model is then run whole, in chunks and in mixed batches, and every row must agree bit for bit (see "row
 //! invariance" in [`crate::device`]). [`run`] panics with the operation, the place and the seed; `DS4_SEED` repeats a run.
 
+mod sample;
+
 use ds4_manifests::GgmlType;
 use ds4_os::SharedBytes;
 
@@ -130,6 +132,7 @@ pub fn run_operations<D: Device>(device: &D, bounds: Bounds) {
     suite.attention(StateType::F32);
     suite.bank();
     suite.state();
+    suite.summaries();
 }
 
 /// Checks row invariance with a prompt of `tokens` tokens.

@@ -1,7 +1,7 @@
 //! The op set: what model code is written against.
 //!
 //! Operations are coarse and fusable, take whole batches of rows, and never read results back to the host
-//! (only [`Device::read`] does). The CPU implementation is the reference that every other device is held against.
+//! (only [`Device::read`] and [`Device::summarise`] do). The CPU implementation is the reference that every other device is held against.
 //!
 //! **Row invariance.** On one device, the result of a row does not depend on which other rows are in the batch or how a
 //! prompt was cut into chunks: every op performs the same floating-point operations in the same order for a row,
@@ -13,6 +13,7 @@ use std::sync::Arc;
 use ds4_manifests::GgmlType;
 use ds4_os::SharedBytes;
 
+use crate::ops::{RowQuery, RowSummary, summarise_row};
 use crate::plan::BatchPlan;
 use crate::state::StateSpec;
 
@@ -214,4 +215,14 @@ pub trait Device: Send + Sync + 'static {
 
     /// Copies row `row` to the host.
     fn read(&self, x: &Self::Buffer, row: usize, out: &mut Vec<f32>);
+
+    /// Answers queries of rows of logits, in their order, and waits for the answers: what a sampler needs of a row is a few bytes of it.
+    fn summarise(&self, logits: &Self::Buffer, queries: &[RowQuery], out: &mut Vec<RowSummary>) {
+        let mut row = Vec::new();
+        out.clear();
+        out.extend(queries.iter().map(|q| {
+            self.read(logits, q.row, &mut row);
+            summarise_row(&mut row, q)
+        }));
+    }
 }

@@ -9,8 +9,9 @@ use super::fatal::OrFatal;
 use super::kernels::{File, Kernels};
 use super::step::{Arenas, CudaStep};
 use super::weight::{self, CudaWeight};
-use super::{dense, products, quantized, split};
+use super::{dense, products, quantized, sample, split};
 use crate::device::{Attention, Device, DeviceError, DeviceTensor, Rope, TensorSource};
+use crate::ops::{RowQuery, RowSummary};
 use crate::plan::BatchPlan;
 use crate::state::StateSpec;
 
@@ -26,6 +27,8 @@ pub(super) struct Scratch {
     pub(super) scores: Growable,
     /// Where results are copied to.
     host: Option<Pinned>,
+    /// Of the sampler's kernels.
+    pub(super) sample: sample::Memory,
     /// Expert activations.
     pub(super) gate: Growable,
     pub(super) up: Growable,
@@ -243,5 +246,9 @@ impl Device for CudaDevice {
         unsafe { self.stream.download(x.start() + (row * len) as u64, bytes) }.or_fatal("reading results");
         out.clear();
         out.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)));
+    }
+
+    fn summarise(&self, logits: &CudaBuffer, queries: &[RowQuery], out: &mut Vec<RowSummary>) {
+        sample::summarise(self, logits, queries, out);
     }
 }

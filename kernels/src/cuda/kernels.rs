@@ -44,6 +44,7 @@ files! {
     Matmul = "matmul";
     Moe = "moe";
     Quantized = "quantized";
+    Sample = "sample";
     SparseAttention = "sparse_attention";
     SparseScores = "sparse_scores";
     SparseValues = "sparse_values";

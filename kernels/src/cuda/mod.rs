@@ -25,6 +25,8 @@ mod products;
 #[cfg(feature = "cuda")]
 mod quantized;
 #[cfg(feature = "cuda")]
+mod sample;
+#[cfg(feature = "cuda")]
 mod sparse;
 #[cfg(feature = "cuda")]
 mod sparse_attention;

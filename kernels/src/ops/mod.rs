@@ -3,8 +3,10 @@
 
 mod hyper;
 mod moe;
+mod sample;
 mod sparse;
 
 pub use hyper::{HyperOps, HyperParams, HyperWeights};
 pub use moe::{Experts, MoeOps, RouterParams};
+pub use sample::{Drawn, MAX_BEST, RowQuery, RowSummary, SUM_ERROR, summarise_row};
 pub use sparse::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};

@@ -4,13 +4,16 @@ use std::time::Instant;
 
 use ds4_text::{Part, Piece, PlainReader, Read, Reader, Steer};
 
+use ds4_kernels::ops::RowQuery;
 use ds4_models::speculation::Sequence;
 
 use crate::channel::EventSender;
 use crate::handle::Submission;
 use crate::logprobs::token_logprob;
 use crate::request::{EngineError, Event, FinishReason, GenerateRequest, Timings};
-use crate::sampler::{Sampler, Scratch, sanitise};
+use crate::row::Row;
+use crate::sampler::{Sampler, Scratch};
+use crate::short::{Short, token_logprob_short, with_logprobs, with_syntax};
 use crate::vocab::Vocabulary;
 
 /// Most rows of logits inside of one chunk of a prompt: bounds the model's logits buffer, 17 MB for 129,280 tokens.
@@ -128,19 +131,45 @@ impl Active {
         Some(wanted.get(room).map_or(to, |over| *over))
     }
 
+    /// What to ask of logits row `row`, of `vocab` logits, which decides the `ahead`-th token after the next one. `None`: the row itself
+    /// is needed.
+    pub fn query(&self, row: usize, ahead: usize, vocab: usize) -> Option<RowQuery> {
+        if self.request.logits.steps {
+            return None;
+        }
+        let mut q = self.sampler.query(row, ahead, vocab)?;
+        if matches!(self.reader.steer(), Steer::OneOf(_)) {
+            q = with_syntax(q);
+        }
+        self.request.logprobs.map_or(Some(q), |k| with_logprobs(q, k as usize))
+    }
+
+    /// Chooses the next token, from what is known of the row if that is enough.
+    fn choose(&mut self, row: &mut Row<'_>, scratch: &mut Scratch) -> Option<u32> {
+        let steer = self.reader.steer();
+        if let Steer::Force(token) = steer {
+            return Some(token).filter(|t| usize::try_from(*t).is_ok_and(|t| t < row.width));
+        }
+        let short = row.summary.map_or(Short::NeedsRow, |s| match steer {
+            Steer::Greedy => self.sampler.best_short(s),
+            Steer::OneOf(tokens) => self.sampler.best_of_short(s, tokens),
+            Steer::Free | Steer::Force(_) => self.sampler.sample_short(s, row.width, scratch),
+        });
+        match (short, steer) {
+            (Short::Token(token), _) => token,
+            (Short::NeedsRow, Steer::Greedy) => self.sampler.best(row.whole(), scratch),
+            (Short::NeedsRow, Steer::OneOf(tokens)) => self.sampler.best_of(row.whole(), tokens, scratch),
+            (Short::NeedsRow, Steer::Free | Steer::Force(_)) => self.sampler.sample(row.whole(), scratch),
+        }
+    }
+
     /// Draws the next token from a logits row and sends it to the client.
-    pub fn take_logits(&mut self, row: &mut [f32], vocab: &dyn Vocabulary, scratch: &mut Scratch) -> Outcome {
+    pub fn take_logits(&mut self, row: &mut Row<'_>, vocab: &dyn Vocabulary, scratch: &mut Scratch) -> Outcome {
         if self.request.logits.steps {
             let position = self.request.prompt.len() + self.generated - 1;
-            self.events.send(Event::Logits { position, row: row.to_vec() });
+            self.events.send(Event::Logits { position, row: row.raw().to_vec() });
         }
-        sanitise(row);
-        let drawn = match self.reader.steer() {
-            Steer::Free => self.sampler.sample(row, scratch),
-            Steer::Greedy => self.sampler.best(row, scratch),
-            Steer::OneOf(tokens) => self.sampler.best_of(row, tokens, scratch),
-            Steer::Force(token) => Some(token).filter(|t| usize::try_from(*t).is_ok_and(|t| t < row.len())),
-        };
+        let drawn = self.choose(row, scratch);
         let Some(mut token) = drawn else {
             let why = "the model gave no finite logit for this sequence".into();
             return Outcome::Broken(Event::Failed(EngineError::Internal(why)));
@@ -158,7 +187,11 @@ impl Active {
         if end && !self.request.ignore_eos {
             return self.finish(FinishReason::Stop, now);
         }
-        let logprob = self.request.logprobs.map(|k| token_logprob(row, token, k as usize, &mut scratch.candidates));
+        let logprob = self.request.logprobs.map(|k| {
+            let (k, vocab) = (k as usize, row.width);
+            let short = row.summary.and_then(|s| token_logprob_short(s, token, k, vocab));
+            short.unwrap_or_else(|| token_logprob(row.whole(), token, k, &mut scratch.candidates))
+        });
         // Structure is not text: a role mark, or an end token that is being ignored, shows nothing.
         let read = self.reader.push(token, vocab.token_bytes(token), end || vocab.is_control(token));
         self.count(&read);

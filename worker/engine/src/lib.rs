@@ -10,20 +10,22 @@ mod checkpoints;
 mod config;
 mod drafting;
 mod engine;
-mod exp;
 mod handle;
 mod logprobs;
 mod params;
 mod probe;
 pub mod request;
 pub mod sampler;
+mod row;
 mod scheduler;
-pub mod select;
+pub mod short;
 mod stats;
 mod vocab;
 
 #[cfg(any(test, feature = "mock"))]
 pub mod mock;
+
+pub use ds4_kernels::math::select;
 
 pub use channel::EventReceiver;
 pub use config::EngineConfig;

@@ -1,6 +1,7 @@
 //! Log-probabilities under the unmodified model distribution.
 
-use crate::exp::exp_nonpositive;
+use ds4_kernels::math::exp::exp_nonpositive;
+
 use crate::request::TokenLogprob;
 use crate::select::top_k;
 
@@ -24,6 +25,11 @@ impl LogSoftmax {
             }
         }
         let sum = lanes.iter().sum::<f64>() + rest;
+        Self::from_sum(max, sum)
+    }
+
+    /// Of a row whose best logit is `max`, and whose `exp(logit - max)` come to `sum`.
+    pub fn from_sum(max: f32, sum: f64) -> Self {
         Self { max, log_sum: sum.ln() }
     }
 

@@ -10,9 +10,10 @@ use std::hash::{BuildHasher, Hasher};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng, SeedableRng};
 
-use crate::exp::{exp_nonpositive, sum};
+use ds4_kernels::math::exp::{exp_nonpositive, sum};
+use ds4_kernels::math::select;
+
 use crate::request::SamplingParams;
-use crate::select;
 
 /// Buckets of the top-p search, and how many of them cover one unit of scaled logit: 24 units in all. What is below is one
 /// last bucket.
@@ -23,7 +24,7 @@ const BUCKETS_PER_UNIT: f32 = 64.0;
 #[derive(Debug, Default)]
 pub struct Scratch {
     pub(crate) candidates: Vec<(f32, u32)>,
-    weights: Vec<f32>,
+    pub(crate) weights: Vec<f32>,
     buckets: Vec<f64>,
     undo: Vec<(u32, f32)>,
 }
@@ -31,11 +32,11 @@ pub struct Scratch {
 /// The sampling state of one request.
 #[derive(Clone, Debug)]
 pub struct Sampler {
-    params: SamplingParams,
-    rng: ChaCha8Rng,
+    pub(crate) params: SamplingParams,
+    pub(crate) rng: ChaCha8Rng,
     /// Times that a token was generated; prompt tokens are present with 0 when a repetition penalty needs them.
     counts: HashMap<u32, u32>,
-    penalised: bool,
+    pub(crate) penalised: bool,
 }
 
 impl Sampler {
@@ -49,7 +50,7 @@ impl Sampler {
         Self { params, rng: ChaCha8Rng::seed_from_u64(seed), counts, penalised }
     }
 
-    /// Draws a token. `logits` is as the model gave it, NaN aside (see [`sanitise`]), and is left unchanged.
+    /// Draws a token. `logits` is as the model gave it, NaN aside (see [`select::sanitise`]), and is left unchanged.
     /// `None`: the row has nothing to choose from.
     pub fn sample(&mut self, logits: &mut [f32], scratch: &mut Scratch) -> Option<u32> {
         self.modify(logits, &mut scratch.undo);
@@ -120,17 +121,25 @@ impl Sampler {
         if max == f32::NEG_INFINITY {
             return None;
         }
+        let unit = Self::unit(&mut self.rng);
         let top_k = self.params.top_k as usize;
         if top_k == 0 || top_k >= logits.len() {
-            self.pick_from_row(logits, max, scratch)
+            self.pick_from_row(unit, logits, max, scratch)
         } else {
-            self.pick_from_best(logits, max, top_k, scratch)
+            select::top_k(logits, top_k, &mut scratch.candidates);
+            self.draw_best(unit, scratch)
         }
+    }
+
+    /// A request's next random number, in 0..1.
+    #[allow(clippy::cast_precision_loss, reason = "53 random bits fit an f64 exactly")]
+    pub(crate) fn unit(rng: &mut ChaCha8Rng) -> f64 {
+        (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
 
     /// Without top-k: weights in token order, those that top-p or min-p exclude set to 0. Nothing is sorted but the one
     /// bucket in which top-p ends.
-    fn pick_from_row(&mut self, logits: &[f32], max: f32, scratch: &mut Scratch) -> Option<u32> {
+    fn pick_from_row(&self, unit: f64, logits: &[f32], max: f32, scratch: &mut Scratch) -> Option<u32> {
         let scale = self.scale();
         let weights = &mut scratch.weights;
         weights.clear();
@@ -168,14 +177,14 @@ impl Sampler {
         if cut {
             total = sum(weights);
         }
-        u32::try_from(draw(&mut self.rng, total, weights)?).ok()
+        u32::try_from(draw(unit, total, weights)?).ok()
     }
 
-    /// With top-k: candidates best first, cut by top-p and min-p.
-    fn pick_from_best(&mut self, logits: &[f32], max: f32, top_k: usize, scratch: &mut Scratch) -> Option<u32> {
+    /// With top-k: from the candidates, which are best first, cut by top-p and min-p.
+    pub(crate) fn draw_best(&self, unit: f64, scratch: &mut Scratch) -> Option<u32> {
         let scale = self.scale();
         let (weights, candidates) = (&mut scratch.weights, &mut scratch.candidates);
-        select::top_k(logits, top_k, candidates);
+        let max = candidates.first()?.0;
         weights.clear();
         weights.extend(candidates.iter().map(|c| exp_nonpositive((c.0 - max) * scale)));
         if self.params.top_p < 1.0 {
@@ -189,25 +198,23 @@ impl Sampler {
         }
         let floor = self.min_p_floor();
         weights.truncate(candidates.partition_point(|c| (c.0 - max) * scale >= floor).max(1));
-        let at = draw(&mut self.rng, sum(weights), weights)?;
+        let at = draw(unit, sum(weights), weights)?;
         Some(candidates[at].1)
     }
 
     /// `1 / temperature`, bounded so that a temperature of 1e-40 is greedy and not 0 times infinity.
-    fn scale(&self) -> f32 {
+    pub(crate) fn scale(&self) -> f32 {
         1.0 / self.params.temperature.max(1e-30)
     }
 
     /// `ln(min_p)`: the least scaled logit below the best one that min-p keeps.
-    fn min_p_floor(&self) -> f32 {
+    pub(crate) fn min_p_floor(&self) -> f32 {
         if self.params.min_p > 0.0 { self.params.min_p.ln() } else { f32::NEG_INFINITY }
     }
 }
 
-/// The index of a weight, with probability proportional to it; `None` when all are 0.
-#[allow(clippy::cast_precision_loss, reason = "53 random bits fit an f64 exactly")]
-fn draw(rng: &mut ChaCha8Rng, total: f64, weights: &[f32]) -> Option<usize> {
-    let unit = (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
+/// The index of the weight that `unit`, in 0..1, falls to; `None` when all are 0.
+pub(crate) fn draw(unit: f64, total: f64, weights: &[f32]) -> Option<usize> {
     let mut left = unit * total;
     let mut last = None;
     for (i, &w) in weights.iter().enumerate() {
@@ -259,21 +266,6 @@ fn last_of_nucleus(
     });
     // The bucket's own sum, in another order, may have been a rounding error larger.
     at.map(|i| candidates[i]).or_else(|| candidates.last().copied())
-}
-
-/// Makes a row fit to be ordered: NaN becomes `-inf`, `+inf` the largest number. Returns how many values were not finite.
-pub fn sanitise(logits: &mut [f32]) -> usize {
-    if logits.iter().all(|l| l.is_finite()) {
-        return 0;
-    }
-    let mut bad = 0;
-    for l in logits {
-        if !l.is_finite() {
-            bad += 1;
-            *l = if *l == f32::INFINITY { f32::MAX } else { f32::NEG_INFINITY };
-        }
-    }
-    bad
 }
 
 #[cfg(test)]
@@ -501,6 +493,7 @@ mod tests {
 
     #[test]
     fn bad_numbers_are_never_chosen() {
+        use select::sanitise;
         let mut row = [f32::NAN, 1.0, f32::NEG_INFINITY, f32::INFINITY];
         assert_eq!(sanitise(&mut row), 3);
         for temperature in [0.0, 1e-30, 1.0, 2.0] {

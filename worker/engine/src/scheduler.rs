@@ -13,14 +13,16 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
+use ds4_kernels::ops::{RowQuery, RowSummary};
 use ds4_kernels::{BatchPlan, Device, DeviceError};
 use ds4_models::ModelError;
 use ds4_models::speculation::{DraftCounts, DraftRequest, Sequence, Verdict};
 
 use crate::active::{Active, Outcome, Phase};
-use crate::engine::Engine;
+use crate::engine::{Engine, memory_or_error};
 use crate::handle::{Command, EngineState, Shared, Submission};
 use crate::request::{EngineError, Event};
+use crate::row::Row;
 use crate::sampler::Scratch;
 use crate::stats::add;
 
@@ -58,6 +60,9 @@ pub(crate) struct Scheduler<D: Device> {
     plan: BatchPlan,
     entries: Vec<Entry<D>>,
     row: Vec<f32>,
+    /// What is asked of the step's logits rows, and the answers.
+    queries: Vec<RowQuery>,
+    summaries: Vec<RowSummary>,
     scratch: Scratch,
     window: (u64, Duration),
 }
@@ -77,6 +82,8 @@ impl<D: Device> Scheduler<D> {
             plan: BatchPlan::default(),
             entries: Vec::new(),
             row: Vec::new(),
+            queries: Vec::new(),
+            summaries: Vec::new(),
             scratch: Scratch::default(),
             window: (0, Duration::ZERO),
         }
@@ -323,6 +330,7 @@ impl<D: Device> Scheduler<D> {
         let prefilled = self.keep_prompt_rows();
         add(&self.shared.stats.prefill_tokens, prefilled);
         self.send_prompt_logits();
+        self.summarise();
         let mut decoded = 0;
         let mut ended = Vec::new();
         let mut guesses = Vec::new();
@@ -365,6 +373,32 @@ impl<D: Device> Scheduler<D> {
         prefilled
     }
 
+    /// Asks the device for what the step's decisions need of their logits rows, all at once.
+    fn summarise(&mut self) {
+        self.queries.clear();
+        self.summaries.clear();
+        let vocab = self.engine.model.shape().vocab;
+        for entry in &self.entries {
+            let (a, Some(first)) = (&self.active[entry.active], entry.logits) else { continue };
+            let drafts = a.sequence.as_ref().map_or(0, |s| s.drafts().len());
+            self.queries.extend((0..=drafts).filter_map(|ahead| a.query(first + ahead, ahead, vocab)));
+        }
+        self.queries.sort_unstable_by_key(|q| q.row);
+        if self.queries.is_empty() {
+            return;
+        }
+        let (engine, queries, summaries) = (&self.engine, &self.queries, &mut self.summaries);
+        let asked = memory_or_error(|| {
+            engine.device.summarise(engine.model.logits(), queries, summaries);
+            Ok(())
+        });
+        if let Err(e) = asked {
+            // Rows are read one by one then.
+            tracing::warn!(error = %e, "no summaries of logits in this step");
+            self.summaries.clear();
+        }
+    }
+
     /// Draws the tokens that entry `i`'s logits decide, keeps the rows that turned out right and undoes the others.
     fn decide(&mut self, i: usize, decoded: &mut usize) -> Decided {
         let (span, entry) = (self.plan.spans[i], &self.entries[i]);
@@ -375,8 +409,11 @@ impl<D: Device> Scheduler<D> {
         };
         let mut outcome = Outcome::Continues;
         for row in entry.logits.into_iter().flat_map(|first| first..) {
-            self.engine.device.read(self.engine.model.logits(), row, &mut self.row);
-            outcome = a.take_logits(&mut self.row, &*self.engine.vocab, &mut self.scratch);
+            let (device, logits) = (&self.engine.device, self.engine.model.logits());
+            let read = |out: &mut Vec<f32>| device.read(logits, row, out);
+            let summary = self.queries.binary_search_by_key(&row, |q| q.row).ok().and_then(|i| self.summaries.get(i));
+            let mut row = Row::new(self.engine.model.shape().vocab, summary, &read, &mut self.row);
+            outcome = a.take_logits(&mut row, &*self.engine.vocab, &mut self.scratch);
             *decoded += usize::from(!matches!(outcome, Outcome::Broken(_)));
             let (Outcome::Continues, Phase::Decode(token), None) = (&outcome, a.phase, prompt) else { break };
             if a.sequence.as_mut().is_none_or(|s| s.decide(token) == Verdict::Last) {

@@ -1,10 +1,27 @@
-//! Selection over logits without a full sort. Order: larger logit first, then lower token id. Rows hold no NaN.
+//! Selection over logits without a full sort. Order: larger logit first, then lower token id; zeros of both signs are equal. Rows
+//! hold no NaN (see [`sanitise`]).
 
 use std::cmp::Ordering;
 
 /// The total order of candidates `(logit, token)`, best first.
 pub fn better(a: &(f32, u32), b: &(f32, u32)) -> Ordering {
-    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
+    // Adding 0 makes a zero of either sign the positive one.
+    (b.0 + 0.0).total_cmp(&(a.0 + 0.0)).then(a.1.cmp(&b.1))
+}
+
+/// Makes a row fit to be ordered: NaN becomes `-inf`, `+inf` the largest number. Returns how many values were not finite.
+pub fn sanitise(logits: &mut [f32]) -> usize {
+    if logits.iter().all(|l| l.is_finite()) {
+        return 0;
+    }
+    let mut bad = 0;
+    for l in logits {
+        if !l.is_finite() {
+            bad += 1;
+            *l = if *l == f32::INFINITY { f32::MAX } else { f32::NEG_INFINITY };
+        }
+    }
+    bad
 }
 
 /// The largest value; NaN is passed over. `-inf` for an empty row.
@@ -33,13 +50,23 @@ pub fn argmax(row: &[f32]) -> Option<u32> {
     row.iter().position(|&x| x == best).and_then(|i| u32::try_from(i).ok())
 }
 
+/// Logits of which [`top_k`] takes the best one for its threshold.
+const GROUP: usize = 64;
+
 /// Fills `out` with the `k` best `(logit, token)` of `row`, best first.
 pub fn top_k(row: &[f32], k: usize, out: &mut Vec<(f32, u32)>) {
     out.clear();
     if k == 0 {
         return;
     }
-    out.extend(row.iter().zip(0u32..).map(|(&l, id)| (l, id)));
+    // At least k logits reach the k-th best of the groups' best ones, and few more do.
+    let mut tops: Vec<f32> = row.chunks(GROUP).map(max).collect();
+    let threshold = if k < tops.len() {
+        *tops.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
+    } else {
+        f32::NEG_INFINITY
+    };
+    out.extend(row.iter().zip(0u32..).filter(|(l, _)| **l >= threshold).map(|(&l, id)| (l, id)));
     keep_best(out, k);
 }
 
@@ -71,6 +98,23 @@ mod tests {
     }
 
     #[test]
+    fn zeros_of_both_signs_are_one_value() {
+        let row = [-1.0, -0.0, 0.0, -0.0];
+        let mut out = Vec::new();
+        top_k(&row, 3, &mut out);
+        assert_eq!(out.iter().map(|c| c.1).collect::<Vec<_>>(), [1, 2, 3]);
+        assert_eq!(argmax(&row), Some(1));
+    }
+
+    #[test]
+    fn bad_numbers_get_places_in_the_order() {
+        let mut row = [f32::NAN, 1.0, f32::NEG_INFINITY, f32::INFINITY];
+        assert_eq!(sanitise(&mut row), 3);
+        assert_eq!(row, [f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY, f32::MAX]);
+        assert_eq!(sanitise(&mut row[1..2]), 0);
+    }
+
+    #[test]
     fn nothing_finite_has_no_argmax() {
         assert_eq!(argmax(&[f32::NEG_INFINITY; 20]), None);
         assert_eq!(argmax(&[]), None);
@@ -82,7 +126,7 @@ mod tests {
         let row: Vec<f32> = (0..1000u32).map(|i| ((i * 7919) % 251) as f32).collect();
         let mut all: Vec<(f32, u32)> = row.iter().zip(0..).map(|(&l, i)| (l, i)).collect();
         all.sort_by(better);
-        for k in [1, 2, 17, 250, 999, 1000, 2000] {
+        for k in [1, 2, 5, 15, 16, 17, 250, 999, 1000, 2000] {
             let mut out = Vec::new();
             top_k(&row, k, &mut out);
             assert_eq!(out, all[..k.min(1000)], "k={k}");
