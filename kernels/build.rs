@@ -13,19 +13,25 @@ use std::time::SystemTime;
 const FILES: &[&str] = &[
     "attention",
     "compress",
+    "compress_rows",
     "dense",
     "elementwise",
     "hyper",
+    "index_scores",
+    "index_top",
     "indexer",
     "matmul",
     "moe",
+    "narrow",
     "quantized",
     "sample",
+    "qkv",
     "sparse_attention",
     "sparse_scores",
     "sparse_values",
     "split",
     "state",
+    "streams",
 ];
 
 fn main() {

@@ -1,27 +1,6 @@
-// Compressors: windows of tokens pooled into rows. CPU reference: kernels/src/cpu/compress.rs.
-#include "common.cuh"
-
-// Laid out as `CompressArg` in kernels/src/cuda/sparse.rs.
-struct Compress {
-    int ratio, dim, overlap, rope_dim, official, indexer;
-    float eps;
-    int pad;
-    const float* ape;           // [ratio, width]
-    const float* norm;          // [dim]
-    const double* frequencies;  // [rope_dim / 2]
-    const float* values;        // [rows, width]
-    const float* scores;        // [rows, width]
-};
-
-// The frontier: values then scores, each [slots, width]; with overlap, slots 0..ratio are the previous window and the rest the open one.
-struct Frontier {
-    float *values, *scores;
-};
-
-__device__ __forceinline__ Frontier frontier(const Slot& slot, uint64_t bank) {
-    float* base = reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(bank) + slot.offset);
-    return {base, base + slot.width / 2};
-}
+// Compressors of any shape: windows of tokens pooled into rows. CPU reference: kernels/src/cpu/compress.rs. The widths of large models have
+// compress_rows.cu.
+#include "frontier.cuh"
 
 // Value and score of token t, channel c of the projection's width: from this step's rows, else from the frontier as it was before
 // the step. Tokens before the sequence take no part.

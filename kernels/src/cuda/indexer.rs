@@ -8,13 +8,30 @@ use super::fatal::OrFatal;
 use super::kernels::{File, dim, int};
 use super::step::CudaStep;
 use crate::ops::Indexer;
+use crate::state::StateType;
 
 /// Indexer keys per block (index_scores in indexer.cu).
 const INDEX_KEYS: usize = 64;
+/// Heads of a tile of the tensor cores, and the width of the rows that they take (index_scores.cu).
+pub(super) const TILE: usize = 16;
+const WIDTH: usize = 128;
+/// Warps of their kernel's blocks, rows that are on their way, and rows of a block.
+const WARPS: usize = 8;
+const STAGES: usize = 3;
+const ROWS: usize = 32;
+
+/// Whether the tensor cores' kernel takes the indexer: keys stored in FP4, of the width that it is written for.
+pub(super) fn fits(step: &CudaStep, p: &Indexer) -> bool {
+    let shape = p.head_dim == WIDTH && p.heads.is_multiple_of(TILE) && p.heads <= 4 * TILE;
+    shape && step.layout().kind(p.rows_slot).ty() == StateType::Fp4
+}
 
 /// Per row: the selected compressed rows, in device memory.
 #[derive(Debug, Default)]
 pub struct CudaSelection {
+    /// Queries as the tensor cores take them, and the step that they are of.
+    queries: Growable,
+    queries_of: u64,
     pub(super) top_k: usize,
     pub(super) rows: usize,
     pub(super) selected: Growable,
@@ -22,6 +39,12 @@ pub struct CudaSelection {
 }
 
 impl CudaSelection {
+    /// Where the step's queries go, in the order of the tensor cores.
+    pub(super) fn prepare(&mut self, d: &CudaDevice, step: &CudaStep, p: &Indexer) -> u64 {
+        self.queries_of = step.id;
+        self.queries.at_least(d.context(), step.rows.max(16) * p.heads * p.head_dim * 2)
+    }
+
     /// What was selected, per row: `None` for all visible rows, or the selected ones in ascending order. For tests and debugging:
     /// waits for the device.
     pub fn download(&self, d: &CudaDevice) -> Vec<Option<Vec<usize>>> {
@@ -64,20 +87,75 @@ pub(super) fn index_select(
         return;
     }
     let visible = step.deepest / p.ratio;
-    let mut scores = 0;
     // Whole blocks of keys: the stride need not change with every token.
     let stride = visible.next_multiple_of(INDEX_KEYS);
     let (top_k, ratio, n) = (int(p.top_k), int(p.ratio), int(stride));
+    let mut scores = 0;
     if visible > p.top_k {
         scores = d.scratch().scores.at_least(d.context(), rows * stride * 4);
         let slot = step.layout().slot(p.rows_slot);
-        let args = (int(p.heads), int(p.head_dim), q.start(), w.start());
-        let all: [&dyn KernelArg; 11] =
-            [&step.arg, &slot, &args.0, &args.1, &top_k, &ratio, &p.scale, &args.2, &args.3, &n, &scores];
-        let name = format!("index_scores_{}", per_lane(p.head_dim, 8));
-        let grid = [dim(stride / INDEX_KEYS), dim(rows), 1];
-        d.launch(File::Indexer, &name, grid, BLOCK, p.heads * p.head_dim * 4, &all);
+        let heads = int(p.heads);
+        if fits(step, p) {
+            if out.queries_of != step.id {
+                // They were rounded by themselves: FP4 values, which f16 holds.
+                let (to, tiles) = (out.prepare(d, step, p), rows * p.heads / TILE);
+                let args = (q.start(), int(tiles));
+                let grid = [dim((tiles * TILE / 2).div_ceil(4)), 1, 1];
+                d.launch(File::Qkv, "index_pack", grid, [128, 1, 1], 0, &[&args.0, &args.1, &to]);
+            }
+            out.queries_of = 0;
+            // Groups of 8 keys a warp: one for few rows, which want the warps, four for many, which share the keys.
+            let (groups, tile) = if step.longest <= WARPS { (1, step.longest) } else { (4, ROWS) };
+            let args = (out.queries.start(), w.start(), int(tile));
+            let all: [&dyn KernelArg; 11] =
+                [&step.arg, &slot, &heads, &top_k, &ratio, &p.scale, &args.0, &args.1, &args.2, &n, &scores];
+            let name = format!("index_scores_fp4_{groups}");
+            let grid = [dim(visible.div_ceil(8 * groups * WARPS)), dim(step.longest.div_ceil(tile)), dim(step.spans)];
+            let shared = STAGES * p.heads * (p.head_dim * 2 + 4);
+            d.launch(File::IndexScores, &name, grid, [dim(32 * WARPS), 1, 1], shared, &all);
+        } else {
+            let args = (int(p.head_dim), q.start(), w.start());
+            let all: [&dyn KernelArg; 11] =
+                [&step.arg, &slot, &heads, &args.0, &top_k, &ratio, &p.scale, &args.1, &args.2, &n, &scores];
+            let name = format!("index_scores_{}", per_lane(p.head_dim, 8));
+            let grid = [dim(stride / INDEX_KEYS), dim(rows), 1];
+            d.launch(File::Indexer, &name, grid, BLOCK, p.heads * p.head_dim * 4, &all);
+        }
     }
     let all: [&dyn KernelArg; 7] = [&step.arg, &top_k, &ratio, &scores, &n, &selected, &counts];
-    d.launch(File::Indexer, "index_top", [dim(rows), 1, 1], [512, 1, 1], 0, &all);
+    let (name, block) = top_kernel(visible, rows);
+    d.launch(File::IndexTop, name, [dim(rows), 1, 1], [block, 1, 1], 0, &all);
+}
+
+/// The kernel of index_top.cu, and threads of its blocks, for rows that see up to `visible` rows.
+fn top_kernel(visible: usize, rows: usize) -> (&'static str, u32) {
+    let few = rows <= 64;
+    match visible {
+        ..=1024 => ("index_top_512_2", 512),
+        ..=2048 => ("index_top_512_4", 512),
+        ..=4096 => ("index_top_512_8", 512),
+        ..=8192 if !few => ("index_top_512_16", 512),
+        ..=16384 => ("index_top_1024_16", 1024),
+        ..=32768 => ("index_top_1024_32", 1024),
+        _ => ("index_top", 512),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_has_all_scores_in_its_registers() {
+        for visible in [1, 1024, 1025, 2049, 5000, 8192, 8193, 16385, 32768] {
+            for rows in [1, 64, 2048] {
+                let (name, threads) = top_kernel(visible, rows);
+                let mut parts = name.split('_').skip(2).map(|n| n.parse::<usize>().expect("a number"));
+                let (t, v) = (parts.next().expect("threads"), parts.next().expect("scores a thread"));
+                assert_eq!(t, threads as usize, "{name}");
+                assert!(t * v >= visible, "{name}: {visible}");
+            }
+        }
+        assert_eq!(top_kernel(32769, 1), ("index_top", 512));
+    }
 }

@@ -37,19 +37,25 @@ macro_rules! files {
 files! {
     Attention = "attention";
     Compress = "compress";
+    CompressRows = "compress_rows";
     Dense = "dense";
     Elementwise = "elementwise";
     Hyper = "hyper";
+    IndexScores = "index_scores";
+    IndexTop = "index_top";
     Indexer = "indexer";
     Matmul = "matmul";
     Moe = "moe";
+    Narrow = "narrow";
     Quantized = "quantized";
     Sample = "sample";
+    Qkv = "qkv";
     SparseAttention = "sparse_attention";
     SparseScores = "sparse_scores";
     SparseValues = "sparse_values";
     Split = "split";
     State = "state";
+    Streams = "streams";
 }
 
 /// All modules, and the functions that were asked for so far.

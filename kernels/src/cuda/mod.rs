@@ -9,9 +9,13 @@ mod bank;
 #[cfg(feature = "cuda")]
 mod buffer;
 #[cfg(feature = "cuda")]
+mod compress;
+#[cfg(feature = "cuda")]
 mod dense;
 #[cfg(feature = "cuda")]
 mod device;
+#[cfg(feature = "cuda")]
+mod host;
 #[cfg(feature = "cuda")]
 mod hyper;
 #[cfg(feature = "cuda")]
@@ -21,7 +25,11 @@ mod kernels;
 #[cfg(feature = "cuda")]
 mod moe;
 #[cfg(feature = "cuda")]
+mod narrow;
+#[cfg(feature = "cuda")]
 mod products;
+#[cfg(feature = "cuda")]
+mod qkv;
 #[cfg(feature = "cuda")]
 mod quantized;
 #[cfg(feature = "cuda")]
@@ -32,9 +40,12 @@ mod sparse;
 mod sparse_attention;
 #[cfg(feature = "cuda")]
 mod sparse_tensor;
+#[cfg(feature = "cuda")]
 mod split;
 #[cfg(feature = "cuda")]
 mod step;
+#[cfg(feature = "cuda")]
+mod streams;
 #[cfg(feature = "cuda")]
 mod weight;
 

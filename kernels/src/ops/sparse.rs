@@ -59,6 +59,24 @@ pub struct Indexer {
     pub scale: f32,
 }
 
+/// What an attention's operands go through between their projections and their use.
+pub struct Operands<'a, D: SparseOps> {
+    /// Elements per query head and per key-value row.
+    pub head_dim: usize,
+    /// Trailing elements that are rotary, of indexer queries too.
+    pub rope_dim: usize,
+    /// Their frequencies.
+    pub rope: &'a D::RopeTable,
+    /// RMSNorm weight of key-value rows.
+    pub kv_norm: &'a D::Weight,
+    /// RMSNorm epsilon, of queries and key-value rows.
+    pub eps: f32,
+    /// Numeric profile.
+    pub numerics: KvNumerics,
+    /// Ring of key-value rows, at least as long as the attention's window.
+    pub ring_slot: usize,
+}
+
 /// Attention over window rows and compressed rows, with a per-head sink logit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SparseAttention {
@@ -104,6 +122,48 @@ pub trait SparseOps: Device {
 
     /// Applies the profile to indexer queries, per head.
     fn round_index(&self, numerics: KvNumerics, head_dim: usize, x: &mut Self::Buffer);
+
+    /// Makes projections into what attention takes: queries divided by their heads' RMS and rotated; `kv` the normed, rotated and
+    /// rounded `kv_raw`; indexer queries, if they are given, rotated and rounded for [`SparseOps::index_select`] with the same
+    /// selection. True when `kv` has been written into the ring as well, as a device may where no row of the step needs what is
+    /// replaced; otherwise that is left to do, after attention.
+    fn prepare(
+        &self,
+        step: &Self::Step,
+        p: &Operands<'_, Self>,
+        q: &mut Self::Buffer,
+        kv_raw: &Self::Buffer,
+        kv: &mut Self::Buffer,
+        index: Option<(&Indexer, &mut Self::Buffer, &mut Self::Selection)>,
+    ) -> bool
+    where
+        Self: Sized,
+    {
+        self.head_rms(q, p.head_dim, p.eps);
+        self.rope_tail(step, p.rope, p.head_dim, false, q);
+        self.rms_norm(kv_raw, p.kv_norm, p.eps, kv);
+        self.rope_tail(step, p.rope, p.head_dim, false, kv);
+        self.round_kv(p.numerics, p.rope_dim, kv);
+        if let Some((indexer, index_q, _)) = index {
+            self.rope_tail(step, p.rope, indexer.head_dim, false, index_q);
+            self.round_index(p.numerics, indexer.head_dim, index_q);
+        }
+        false
+    }
+
+    /// Whether a row of the step may see more rows than the indexer keeps. Where none does, all visible rows take part, and neither
+    /// indexer queries nor [`SparseOps::index_select`] are needed.
+    fn selects(&self, _step: &Self::Step, _p: &Indexer) -> bool {
+        true
+    }
+
+    /// [`SparseOps::compress`] with several compressors of different slots.
+    fn compress_all(&self, step: &Self::Step, all: &[(Compressor<'_, Self>, &Self::Buffer, &Self::Buffer)])
+    where
+        Self: Sized,
+    {
+        all.iter().for_each(|(c, values, scores)| self.compress(step, c, values, scores));
+    }
 
     /// Takes the step's projected values and scores (`[rows, width]`) into the frontiers and emits finished rows.
     fn compress(&self, step: &Self::Step, c: &Compressor<'_, Self>, values: &Self::Buffer, scores: &Self::Buffer)

@@ -2,7 +2,7 @@
 //!
 //! Source: fact sheet sections 3.4 to 3.8 (transformers' `DeepseekV4Attention` and DeepSeek's own kernels).
 
-use ds4_kernels::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
+use ds4_kernels::ops::{Compressor, Indexer, KvNumerics, Operands, SparseAttention, SparseOps};
 
 use super::bind::{CompressorWeights, LayerWeights};
 use super::params::{LayerKind, Params};
@@ -95,6 +95,9 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
         let Self { p, kind, w, slots, .. } = *self;
         let rope = if kind.ratio == 0 { &self.rotary.plain } else { &self.rotary.compressed };
 
+        // While no row sees more than the indexer would keep, only its compressor runs.
+        let indexer = slots.index.map(|s| self.indexer(s)).filter(|i| device.selects(step, i));
+
         // Everything that `x` is projected to, in one group: its activations are prepared once.
         let overlap = kind.indexed(p);
         let main = if overlap { &mut b.overlapping } else { &mut b.plain };
@@ -105,35 +108,44 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
         if let Some(i) = &w.indexer {
             let c = &i.compressor;
             group.extend([(&c.values, &mut b.index.values), (&c.gate, &mut b.index.scores)]);
-            group.push((&i.head_weights, &mut b.index_w));
+            if indexer.is_some() {
+                group.push((&i.head_weights, &mut b.index_w));
+            }
         }
         device.matmul(x, &mut group);
 
         device.rms_norm(&b.q_latent, &w.q_a_norm, p.rms_eps, &mut b.q_norm);
         let mut group = vec![(&w.q_b, &mut b.q)];
-        if let Some(i) = &w.indexer {
+        if let (Some(i), Some(_)) = (&w.indexer, &indexer) {
             group.push((&i.q, &mut b.index_q));
         }
         device.matmul(&b.q_norm, &mut group);
-        device.head_rms(&mut b.q, p.head_dim, p.rms_eps);
-        device.rope_tail(step, rope, p.head_dim, false, &mut b.q);
-
-        device.rms_norm(&b.kv_raw, &w.kv_norm, p.rms_eps, &mut b.kv);
-        device.rope_tail(step, rope, p.head_dim, false, &mut b.kv);
-        device.round_kv(self.numerics, p.rope_dim, &mut b.kv);
-
-        if let (Some(c), Some(s)) = (&w.compressor, slots.main) {
-            let projections = if overlap { &b.overlapping } else { &b.plain };
-            self.compress(device, step, c, s, (p.head_dim, overlap, false), projections);
-        }
-        let selection = match (&w.indexer, slots.index) {
-            (Some(indexer), Some(s)) => {
-                self.compress(device, step, &indexer.compressor, s, (p.index_dim, true, true), &b.index);
-                self.select(device, step, s, b);
-                Some(&b.selection)
-            }
-            _ => None,
+        let operands = Operands {
+            head_dim: p.head_dim,
+            rope_dim: p.rope_dim,
+            rope,
+            kv_norm: &w.kv_norm,
+            eps: p.rms_eps,
+            numerics: self.numerics,
+            ring_slot: slots.ring,
         };
+        let index = indexer.as_ref().map(|i| (i, &mut b.index_q, &mut b.selection));
+        let in_ring = device.prepare(step, &operands, &mut b.q, &b.kv_raw, &mut b.kv, index);
+
+        let mut compressors = Vec::with_capacity(2);
+        if let (Some(c), Some(s)) = (&w.compressor, slots.main) {
+            let x = if overlap { &b.overlapping } else { &b.plain };
+            compressors.push((self.compressor(c, s, (p.head_dim, overlap, false)), &x.values, &x.scores));
+        }
+        if let (Some(i), Some(s)) = (&w.indexer, slots.index) {
+            let c = self.compressor(&i.compressor, s, (p.index_dim, true, true));
+            compressors.push((c, &b.index.values, &b.index.scores));
+        }
+        device.compress_all(step, &compressors);
+        let selection = indexer.map(|i| {
+            device.index_select(step, &i, &b.index_q, &b.index_w, &mut b.selection);
+            &b.selection
+        });
 
         #[allow(clippy::cast_precision_loss, reason = "a head width")]
         let scale = 1.0 / (p.head_dim as f32).sqrt();
@@ -146,22 +158,21 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
             compressed: slots.main.map(|s| (s.rows, kind.ratio)),
         };
         device.sparse_attention(step, &attention, &w.sinks, &b.q, &b.kv, selection, &mut b.heads);
-        device.state_write(step, slots.ring, &b.kv);
+        if !in_ring {
+            device.state_write(step, slots.ring, &b.kv);
+        }
         device.rope_tail(step, rope, p.head_dim, true, &mut b.heads);
         device.grouped_matmul(&b.heads, &w.output_a, p.o_groups, &mut b.groups);
         device.matmul(&b.groups, &mut [(&w.output_b, y)]);
     }
 
-    fn compress(
-        &self,
-        device: &D,
-        step: &D::Step,
-        c: &CompressorWeights<D::Weight>,
+    fn compressor<'a>(
+        &'a self,
+        c: &'a CompressorWeights<D::Weight>,
         slots: CompressorSlots,
         (dim, overlap, indexer): (usize, bool, bool),
-        projected: &Projections<D>,
-    ) {
-        let compressor = Compressor {
+    ) -> Compressor<'a, D> {
+        Compressor {
             ratio: self.kind.ratio,
             dim,
             overlap,
@@ -174,24 +185,20 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
             rope_dim: self.p.rope_dim.min(dim),
             indexer,
             numerics: self.numerics,
-        };
-        device.compress(step, &compressor, &projected.values, &projected.scores);
+        }
     }
 
-    fn select(&self, device: &D, step: &D::Step, slots: CompressorSlots, b: &mut AttentionBuffers<D>) {
+    fn indexer(&self, slots: CompressorSlots) -> Indexer {
         let p = self.p;
-        device.rope_tail(step, &self.rotary.compressed, p.index_dim, false, &mut b.index_q);
-        device.round_index(self.numerics, p.index_dim, &mut b.index_q);
         #[allow(clippy::cast_precision_loss, reason = "head counts and widths")]
         let scale = 1.0 / ((p.index_heads * p.index_dim) as f32).sqrt();
-        let params = Indexer {
+        Indexer {
             heads: p.index_heads,
             head_dim: p.index_dim,
             top_k: p.index_top_k,
             ratio: self.kind.ratio,
             rows_slot: slots.rows,
             scale,
-        };
-        device.index_select(step, &params, &b.index_q, &b.index_w, &mut b.selection);
+        }
     }
 }
