@@ -1,5 +1,6 @@
 """What tests/gpu/run.sh runs; see there. Standard library only."""
 
+import http.client
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import urllib.request
 from pathlib import Path
 
 BIN, FIXTURES, OUT = (Path(a).resolve() for a in sys.argv[1:4])
-PARTS = sys.argv[4:] or ["device", "tiny", "small"]
+PARTS = sys.argv[4:] or ["device", "tiny", "memory", "small"]
 BACKEND = os.environ.get("DS4_GPU_BACKEND", "cuda-vmm")  # memfd: the script itself can be tried without a card
 PROMPTS = [
     "The capital of France is",
@@ -60,11 +61,13 @@ def used_now():
 
 
 class Process:
-    def __init__(self, program, *args):
+    def __init__(self, program, *args, **environment):
         self.log = WORK / f"{program}-{time.monotonic_ns()}.log"
         self.args = [str(BIN / program), "--config", "/dev/null", *map(str, args)]
         self.begun = time.monotonic()
-        self.process = subprocess.Popen(self.args, stdout=self.log.open("w"), stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            self.args, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env={**os.environ, **environment}
+        )
 
     def text(self):
         return self.log.read_text(errors="replace")
@@ -98,12 +101,15 @@ class Served:
         ).wait_for("ready models")
 
     def worker(self, *flags):
+        return self.start_worker(*flags).wait_for("ready in")
+
+    def start_worker(self, *flags, **environment):
         port = 20000 + time.monotonic_ns() // 1000 % 20000
         self.url = f"http://127.0.0.1:{port}"
         return Process(
             "ds4-worker", "--runtime-dir", self.dir, "--http", f"127.0.0.1:{port}", "--max-batch", 16,
-            *(() if "--ctx" in flags else ("--ctx", 1024)), *flags
-        ).wait_for("ready in")
+            *(() if "--ctx" in flags else ("--ctx", 1024)), *flags, **environment
+        )
 
     def complete(self, prompt, tokens=48):
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 1}
@@ -126,6 +132,11 @@ class Served:
         with urllib.request.urlopen(request, timeout=240) as answer:
             t = json.load(answer)["timings"]
         return round(t["prompt_n"] * 1e3 / t["prompt_ms"], 1), round((t["predicted_n"] - 1) * 1e3 / t["predicted_ms"], 1)
+
+    def prefilled(self):
+        """Prompt tokens that the worker has computed so far."""
+        text = urllib.request.urlopen(self.url + "/metrics", timeout=10).read().decode()
+        return int(sum(float(l.split()[-1]) for l in text.splitlines() if "engine_prefill_tokens" in l and l[0] != "#"))
 
     def all(self):
         return [self.complete(p) for p in PROMPTS]
@@ -217,11 +228,38 @@ def end_to_end(name, model, must_equal):
     return out
 
 
-def served_quietly(served):
+def killed_mid_prefill(served, tokens, *flags):
+    """SIGKILL of a worker in the middle of a prompt of `tokens` tokens; the next one answers. Device memory as before."""
+    with_weights = used()
+    worker = served.worker(*flags)
+    want = served.complete(PROMPTS[0])
+    before, prompt = served.prefilled(), [1000 + i * 104729 % 25000 for i in range(tokens)]
+    asking = threading.Thread(target=quietly, args=(served.timed, prompt, 2))
+    asking.start()
+    done = 0
+    while done == 0:
+        assert asking.is_alive(), "the prompt was done before anything was seen of it"
+        done = served.prefilled() - before
+    worker.stop(signal.SIGKILL)
+    asking.join()
+    assert done < tokens, f"all of {tokens} tokens were computed before the kill"
+    time.sleep(0.5)
+    assert used() == with_weights, f"{used()} MiB used after a SIGKILL in the middle of a prompt, {with_weights} before"
+    worker = served.worker(*flags)
+    assert served.complete(PROMPTS[0]) == want, "another answer after a SIGKILL in the middle of a prompt"
+    worker.stop()
+    return {"tokens": tokens, "computed_before_the_kill": done, "device_mib": with_weights}
+
+
+def quietly(what, *args):
     try:
-        served.complete(PROMPTS[0], 900)
-    except OSError:
+        what(*args)
+    except (OSError, http.client.HTTPException):
         pass
+
+
+def served_quietly(served):
+    quietly(served.complete, PROMPTS[0], 900)
 
 
 def bench(*args):
@@ -243,13 +281,107 @@ def part_device():
 
 def part_tiny():
     models = {"tiny-v4": FIXTURES / "deepseek_v4/tiny-v4.gguf", "tiny-llama": FIXTURES / "tiny-llama/tiny-llama.gguf"}
-    return {name: end_to_end(name, path, True) for name, path in models.items()}
+    out = {name: end_to_end(name, path, True) for name, path in models.items()}
+    kind = "cuda" if BACKEND == "cuda-vmm" else "cpu"
+    kernels = json.loads(command(BIN / "ds4", "bench", "--json", "kernel", "hyper", "--device", kind, *([] if kind == "cuda" else ["--tiny"])))
+    out["bench_kernel"] = {"device": kernels["device"], "lines": len(kernels["lines"]), "failed": kernels["failed"]}
+    return out
+
+
+def part_memory():
+    """Every allocation of a worker is refused once (DS4_CUDA_REFUSE): the worker says so and ends, or answers that request with 503
+    and the next as ever."""
+    model = FIXTURES / "deepseek_v4/tiny-v4.gguf"
+    before = used()
+    served = Served(model, BACKEND)
+    worker = served.worker()
+    want = [served.complete(p, 8) for p in PROMPTS]
+    worker.stop()
+    served.stop()
+    seen, lock, counter = {}, threading.Lock(), iter(range(1, 1000))
+    over = threading.Event()
+
+    def lane():
+        mine = Served(model, BACKEND)
+        while not over.is_set():
+            with lock:
+                n = next(counter)
+            try:
+                what = refused_once(mine, n, want)
+            except Exception as e:
+                what = {"wrong": f"{type(e).__name__}: {e}"}
+            if what is None:
+                over.set()
+            else:
+                with lock:
+                    seen[n] = what
+        mine.stop()
+
+    lanes = [threading.Thread(target=lane) for _ in range(6)]
+    [t.start() for t in lanes]
+    [t.join() for t in lanes]
+    wrong = {n: w["wrong"] for n, w in seen.items() if "wrong" in w}
+    kinds = {}
+    for n in sorted(seen):
+        kinds.setdefault(seen[n].get("outcome"), []).append(n)
+    time.sleep(0.5)
+    out = {"allocations": len(seen), "outcomes": {k: len(v) for k, v in kinds.items()}, "device_mib": [before, used()]}
+    out["each"] = {n: f"{seen[n].get('call')}: {seen[n].get('said', '')}"[:160] for n in sorted(seen)}
+    assert seen and not wrong, f"{len(wrong)} of {len(seen)}: {list(wrong.items())[:4]}"
+    assert used() == before, f"{used()} MiB used at the end, {before} at the start"
+    return out
+
+
+def refused_once(served, n, want):
+    """What became of the `n`-th allocation's refusal; None when there were fewer."""
+    worker = served.start_worker(DS4_CUDA_REFUSE=str(n))
+    try:
+        try:
+            worker.wait_for("ready in", 20)
+        except AssertionError:
+            pass
+        outcome, said = "unchanged", ""
+        if worker.process.poll() is None:
+            for k in [1, 4]:
+                try:
+                    answer = served.complete(PROMPTS[k], 8)
+                    assert answer == want[k], f"another answer: {answer}"
+                except AssertionError as e:
+                    if "503" not in str(e):
+                        raise
+                    assert "out_of_memory" in str(e), e
+                    outcome, said = "503", str(e)
+                except (OSError, http.client.HTTPException):
+                    break
+        if worker.process.poll() is None and outcome != "ended":
+            time.sleep(0.05)
+        if worker.process.poll() is None:
+            for k in [0, 1, 4]:
+                answer = served.complete(PROMPTS[k], 8)
+                assert answer == want[k], f"another answer afterwards: {answer}"
+        text = worker.text()
+        refused = next((l for l in text.splitlines() if "is refused" in l), None)
+        if worker.process.poll() is not None:
+            code, said = worker.process.returncode, text.splitlines()[-1]
+            assert refused and code in (5, 71), f"ended with {code}: {text[-300:]}"
+            assert "memory" in said.lower(), f"ended without saying why: {said}"
+            outcome = f"ended with {code}"
+        if refused is None:
+            return None
+        return {"outcome": outcome, "said": said.strip()[-120:], "call": refused.split(": ")[1].split(" is refused")[0]}
+    finally:
+        if worker.process.poll() is None:
+            worker.stop(signal.SIGKILL)
 
 
 def part_small():
     path = WORK / "small.gguf"
     out = synth("small", path)
     out["end_to_end"] = end_to_end("small", path, False)
+    served = Served(path, BACKEND)
+    # One token a step: long enough to be hit.
+    out["killed_mid_prefill"] = killed_mid_prefill(served, 900, "--prefill-chunk", "1")
+    served.stop()
     out["guesses"] = guesses(path)
     out["restart"] = bench("restart", "--model", path, "--cycles", "20")
     return out
@@ -278,6 +410,7 @@ def full_by_hand(path):
             "worker_mib_beyond_weights": used() - with_weights,
         }
         worker.stop()
+    out["killed_mid_prefill"] = killed_mid_prefill(served, 8192, "--ctx", 10240)
     served.stop()
     out["weights_mib"] = with_weights - before
     return out
@@ -316,12 +449,17 @@ def part_full():
         save()
         for name, args in {
             "throughput_2k": ["throughput", "--ctx", "4096", "--prefill", "2048", "--decode", "128", "--streams", "1,4,16", "--repeats", "2"],
-            "throughput_8k": ["throughput", "--ctx", "10240", "--prefill", "8192", "--decode", "64", "--streams", "1", "--repeats", "1"],
+            # Decode behind prompts of 2k and 64k, and prefill of 8k: the depths at which the figures are asked for.
+            "throughput_deep": ["throughput", "--ctx", "70000", "--prefill", "2048", "--decode", "128", "--streams", "1", "--repeats", "1",
+                                "--at", os.environ.get("DS4_GPU_AT", "2048,8192,65536")],
             "restart": ["restart", "--cycles", os.environ.get("DS4_GPU_CYCLES", "10")],
         }.items():
             out[name] = bench(*args, "--model", path)
             say(name, json.dumps(out[name])[:600])
             save()
+        at = out["throughput_deep"]["at"]
+        if "65536" in at:
+            out["decode_at_64k_over_2k"] = round(at["65536"]["decode_tok_s"] / at["2048"]["decode_tok_s"], 3)
         return out
     finally:
         command("umount", mount)

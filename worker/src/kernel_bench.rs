@@ -2,7 +2,7 @@
 
 use ds4_kernels::bench::kernel::{self, FAMILIES, Line, Options, Size, Timed};
 use ds4_kernels::conformance::Random;
-use ds4_kernels::{CpuDevice, Device};
+use ds4_kernels::CpuDevice;
 use ds4_models::ModelError;
 
 use crate::failure::Failure;
