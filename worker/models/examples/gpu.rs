@@ -6,6 +6,8 @@
 
 #[path = "parts/attention.rs"]
 mod attention;
+#[path = "parts/families.rs"]
+mod families;
 #[path = "parts/flash.rs"]
 mod flash;
 #[path = "parts/layers.rs"]
@@ -18,8 +20,9 @@ mod support;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
+use ds4_kernels::bench::kernel::{FAMILIES, Timed as Full};
 use ds4_kernels::conformance::{self, Bounds, Random};
-use ds4_kernels::ops::{Experts, HyperOps, KvNumerics, MoeOps, RouterParams, SparseOps};
+use ds4_kernels::ops::{Experts, KvNumerics, MoeOps, RouterParams, SparseOps};
 use ds4_kernels::{BatchPlan, CpuDevice, Device, StateSpec, TensorSource};
 use ds4_manifests::GgmlType;
 use ds4_models::Model;
@@ -31,24 +34,6 @@ use support::{argmax, errors, fixture, floats, starter_path, tokens};
 /// The bound of `tests/deepseek_v4.rs`.
 const BOUND: f64 = 1e-4;
 const CASES: [&str; 8] = ["swa", "csa", "hca", "hash", "mixed", "yarn", "pro-schedule", "production-geometry"];
-
-/// A device that has every op set, and whose selections can be looked at.
-trait Full: HyperOps + MoeOps + SparseOps {
-    fn selected(&self, selection: &Self::Selection) -> Vec<Option<Vec<usize>>>;
-}
-
-impl Full for CpuDevice {
-    fn selected(&self, selection: &Self::Selection) -> Vec<Option<Vec<usize>>> {
-        selection.rows.clone()
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl Full for ds4_kernels::cuda::CudaDevice {
-    fn selected(&self, selection: &Self::Selection) -> Vec<Option<Vec<usize>>> {
-        selection.download(self)
-    }
-}
 
 /// A model with one bank.
 struct Lone<'a, D: Device> {
@@ -414,8 +399,9 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
     for (gate, down) in [(T::IQ2_XXS, T::Q2_K), (T::Q4_K, T::Q4_K), (T::Q8_0, T::Q8_0), (T::F16, T::BF16)] {
         checks.push((format!("experts {gate} {down}"), Box::new(move |d| experts(d, gate, down))));
     }
-    checks.push(("products".into(), Box::new(products)));
-    checks.push(("attention".into(), Box::new(attention::check)));
+    for (name, _) in FAMILIES {
+        checks.push((format!("kernel {name}"), Box::new(move |d| families::check(d, name))));
+    }
     for kind in layers::KINDS {
         checks.push((format!("layer {}", kind.0), Box::new(move |d| layers::check(d, kind))));
     }
