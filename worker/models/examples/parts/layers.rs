@@ -16,13 +16,16 @@ use crate::flash::flash;
 /// Name, tokens per compressed row, experts by token id instead of by a router, profile.
 pub type Kind = (&'static str, i64, bool, KvNumerics);
 
-/// Every kind in the profile that is served, and those with compressed rows in the one without rounding.
-pub const KINDS: [Kind; 7] = [
+/// Every kind, in the profile that is served and in the one without rounding.
+pub const KINDS: [Kind; 10] = [
     ("window, hash", 0, true, KvNumerics::Official),
     ("window, learned", 0, false, KvNumerics::Official),
     ("ratio 4, hash", 4, true, KvNumerics::Official),
     ("ratio 4, learned", 4, false, KvNumerics::Official),
     ("ratio 128, learned", 128, false, KvNumerics::Official),
+    ("window, hash, f32", 0, true, KvNumerics::Reference),
+    ("window, learned, f32", 0, false, KvNumerics::Reference),
+    ("ratio 4, hash, f32", 4, true, KvNumerics::Reference),
     ("ratio 4, learned, f32", 4, false, KvNumerics::Reference),
     ("ratio 128, learned, f32", 128, false, KvNumerics::Reference),
 ];
@@ -38,10 +41,20 @@ const CHUNK: usize = 100;
 /// Rows that are decoded one by one.
 const DECODED: usize = 4;
 
-/// The largest error of a row's logits, over the spread of the row. Products see activations of 16 bits, of which half a step is 4e-5 of
-/// their size; a layer has eight of them in a row, and the worst of 2,048 logits is 4 to 5 deviations out: 5e-4. Rounded profiles add codes
-/// that fall to the other side.
-pub const BOUND: f64 = 5e-3;
+/// How far the worst logit of a row may be off, over the spread of the row.
+///
+/// Products see activations of 16 bits, of which half a step is 4e-5 of their size; a layer has eight of them in a row, and the worst of
+/// 2,048 logits is 4 to 5 deviations out: 5e-4 (seen: a median of 4.6e-4, and 6.2e-4 at worst), with a factor of 3 to spare.
+///
+/// In the official profile key-value rows are rounded to FP8, whose codes are 1/16 to 1/8 apart: of values that differ by 1e-4 between the
+/// devices, one in 500 falls to another code, which makes 3e-3 of a row, so 1.2e-2 of the worst logit (seen: medians of 5e-3 to 7e-3).
+pub const fn bound(numerics: KvNumerics) -> f64 {
+    match numerics {
+        KvNumerics::Reference => 1.5e-3,
+        KvNumerics::Official => 3e-2,
+    }
+}
+
 /// Rows that may be beyond it: where two experts' or two compressed rows' scores are as near to each other as the roundings, the devices
 /// choose differently. With 256 experts that are drawn by scores which differ by 1e-4 between devices, that is one row of some 200.
 pub const BEYOND: f64 = 0.03;
@@ -182,11 +195,11 @@ pub fn check<D: SparseOps + HyperOps + MoeOps>(d: &D, (name, ratio, hashed, nume
     }
     let mut sorted: Vec<f64> = all.iter().flat_map(|(_, e)| e.clone()).collect();
     sorted.sort_by(f64::total_cmp);
-    let beyond = sorted.iter().filter(|e| **e > BOUND).count();
+    let beyond = sorted.iter().filter(|e| **e > bound(numerics)).count();
     let at = |percent: usize| sorted[(sorted.len() - 1) * percent / 100];
     let decode = all.iter().filter(|(n, _)| *n == "decode").flat_map(|(_, e)| e).copied().fold(0.0, f64::max);
     let facts = json!({"rows": sorted.len(), "median": at(50), "of_ten_worst": at(90), "worst": at(100), "worst_decode": decode,
-        "beyond_bound": beyond, "bound": BOUND});
+        "beyond_bound": beyond, "bound": bound(numerics)});
     assert!(beyond as f64 <= BEYOND * sorted.len() as f64, "{name}: {facts} (DS4_SEED={seed})");
     facts
 }
