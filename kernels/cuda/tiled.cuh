@@ -147,6 +147,7 @@ __device__ __forceinline__ void fill(Luts<LUT_WIDTH>* l) {
 
 struct TiledQ8_0 {
     static constexpr int CHUNKS = 4, SIDE = 16, SIDE2 = 0;
+    static constexpr int WANTS = 0;         // of activations: nothing more, sums over 16, or sums over 32
     static constexpr bool LUT = false;
     static constexpr bool MINS = false;     // whether it takes sums of activations over 16
     static constexpr bool ASIDE = true;     // the wide kernel's sums of quarters in shared memory, for want of registers
@@ -210,6 +211,7 @@ struct TiledQ8_0 {
 
 struct TiledQ2_K {
     static constexpr int CHUNKS = 1, SIDE = 16, SIDE2 = 4;
+    static constexpr int WANTS = 1;         // of activations: nothing more, sums over 16, or sums over 32
     static constexpr bool LUT = false;
     static constexpr bool MINS = true;      // whether it takes sums of activations over 16
     static constexpr bool ASIDE = false;
@@ -286,6 +288,7 @@ struct TiledQ2_K {
 
 struct TiledQ4_K {
     static constexpr int CHUNKS = 2, SIDE = 16, SIDE2 = 0;
+    static constexpr int WANTS = 2;         // of activations: nothing more, sums over 16, or sums over 32
     static constexpr bool LUT = false;
     static constexpr bool PREFETCH = false;  // the next superblock while one is computed: where its registers fit
     static constexpr int BLOCKS = 3;        // per multiprocessor, of the narrow kernel
@@ -373,6 +376,7 @@ struct TiledQ4_K {
 // A lane's 16 bytes are eight 16-bit values, one for each group of 32: codebook index, 7 sign bits, and bit t of the group's scale.
 struct TiledIQ2_XXS {
     static constexpr int CHUNKS = 1, SIDE = 0, SIDE2 = 2;
+    static constexpr int WANTS = 0;         // of activations: nothing more, sums over 16, or sums over 32
     static constexpr bool LUT = true;
     static constexpr bool MINS = false;
     static constexpr bool ASIDE = false;
