@@ -317,7 +317,7 @@ def part_memory():
                     seen[n] = what
         mine.stop()
 
-    lanes = [threading.Thread(target=lane) for _ in range(6)]
+    lanes = [threading.Thread(target=lane) for _ in range(max(2, min(12, (os.cpu_count() or 4) - 2)))]
     [t.start() for t in lanes]
     [t.join() for t in lanes]
     wrong = {n: w["wrong"] for n, w in seen.items() if "wrong" in w}
@@ -353,8 +353,6 @@ def refused_once(served, n, want):
                     outcome, said = "503", str(e)
                 except (OSError, http.client.HTTPException):
                     break
-        if worker.process.poll() is None and outcome != "ended":
-            time.sleep(0.05)
         if worker.process.poll() is None:
             for k in [0, 1, 4]:
                 answer = served.complete(PROMPTS[k], 8)
