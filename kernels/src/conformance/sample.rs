@@ -71,7 +71,12 @@ impl<D: Device> Suite<'_, D> {
             let mut alone = Vec::new();
             for i in [0, 3, 69] {
                 self.device.summarise(&logits, &queries[i..=i], &mut alone);
-                assert!(alone[0] == got[i], "{:?} of {width} has other bits alone (DS4_SEED={})", queries[i], self.seed);
+                assert!(
+                    alone[0] == got[i],
+                    "{:?} of {width} has other bits alone (DS4_SEED={})",
+                    queries[i],
+                    self.seed
+                );
             }
         }
         assert!(drawn.0 * 10 > drawn.1 * 9, "{drawn:?}: draws are seldom sure (DS4_SEED={})", self.seed);

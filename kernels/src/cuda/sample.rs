@@ -3,8 +3,9 @@
 use super::buffer::{CudaBuffer, Growable};
 use super::dense::BLOCK;
 use super::device::CudaDevice;
-use super::driver::{KernelArg, Pinned};
+use super::driver::KernelArg;
 use super::fatal::OrFatal;
+use super::host::Host;
 use super::kernels::{File, dim, int};
 use crate::kernel_args;
 use crate::ops::{Drawn, MAX_BEST, RowQuery, RowSummary};
@@ -47,7 +48,7 @@ pub(super) struct Memory {
     counters: Growable,
     /// Heads, and behind them the best candidates.
     results: Growable,
-    host: Option<Pinned>,
+    host: Host,
 }
 
 /// A candidate as kernels pack it: the key that orders logits as integers, above the complement of the token.
@@ -117,16 +118,12 @@ fn launch(d: &CudaDevice, logits: &CudaBuffer, queries: &[RowQuery], out: &mut V
     let first: [&dyn KernelArg; 6] = [&arg, &from, &n, &groups, &tickets, &results];
     d.launch(File::Sample, "sample_best", grid, BLOCK, 0, &first);
     if whole {
-        let second: [&dyn KernelArg; 10] =
-            [&arg, &from, &n, &each, &lists, &listed, &sums, &tickets, &results, &best];
+        let second: [&dyn KernelArg; 10] = [&arg, &from, &n, &each, &lists, &listed, &sums, &tickets, &results, &best];
         d.launch(File::Sample, "sample_rows", grid, BLOCK, 0, &second);
     }
     let len = queries.len() * (HEAD + if most > 1 { most * 8 } else { 0 });
-    let host = match m.host.take() {
-        Some(host) => m.host.insert(host),
-        None => m.host.insert(Pinned::new(context, QUERIES * (HEAD + MAX_BEST * 8)).or_fatal("a buffer for results")),
-    };
-    let bytes = &mut host[..len];
+    // All there may be: it need not grow.
+    let bytes = &mut m.host.at_least(context, QUERIES * (HEAD + MAX_BEST * 8))[..len];
     #[allow(unsafe_code, reason = "a copy from the device")]
     // SAFETY: `results` has room for more.
     unsafe { d.stream().download(results, bytes) }.or_fatal("reading results");

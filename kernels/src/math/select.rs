@@ -61,11 +61,8 @@ pub fn top_k(row: &[f32], k: usize, out: &mut Vec<(f32, u32)>) {
     }
     // At least k logits reach the k-th best of the groups' best ones, and few more do.
     let mut tops: Vec<f32> = row.chunks(GROUP).map(max).collect();
-    let threshold = if k < tops.len() {
-        *tops.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
-    } else {
-        f32::NEG_INFINITY
-    };
+    let threshold =
+        if k < tops.len() { *tops.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1 } else { f32::NEG_INFINITY };
     out.extend(row.iter().zip(0u32..).filter(|(l, _)| **l >= threshold).map(|(&l, id)| (l, id)));
     keep_best(out, k);
 }

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
+use ds4_kernels::ops::{RowQuery, RowSummary, summarise_row};
 use ds4_kernels::{Attention, BatchPlan, Device, DeviceError, Rope, StateKind, StateSpec, StateType, TensorSource};
 use ds4_models::speculation::{DraftRequest, Drafter};
 use ds4_models::{Model, ModelError, ModelShape};
@@ -44,11 +45,12 @@ pub struct MockBank {
 pub struct MockDevice {
     committed: Arc<AtomicUsize>,
     limit: Arc<AtomicUsize>,
+    reads: Arc<AtomicUsize>,
 }
 
 impl Default for MockDevice {
     fn default() -> Self {
-        Self { committed: Arc::default(), limit: Arc::new(AtomicUsize::new(usize::MAX)) }
+        Self { committed: Arc::default(), limit: Arc::new(AtomicUsize::new(usize::MAX)), reads: Arc::default() }
     }
 }
 
@@ -56,6 +58,11 @@ impl MockDevice {
     /// Lets all banks together commit at most `tokens` rows.
     pub fn limit_tokens(&self, tokens: usize) {
         self.limit.store(tokens, SeqCst);
+    }
+
+    /// Rows of logits that were read whole so far.
+    pub fn rows_read(&self) -> usize {
+        self.reads.load(SeqCst)
     }
 
     /// Writes rows as a forward pass does.
@@ -131,8 +138,14 @@ impl Device for MockDevice {
     }
 
     fn read(&self, x: &Vec<f32>, row: usize, out: &mut Vec<f32>) {
+        self.reads.fetch_add(1, SeqCst);
         out.clear();
-        out.extend_from_slice(&x[row * MockModel::VOCAB..(row + 1) * MockModel::VOCAB]);
+        out.extend_from_slice(row_of(x, row));
+    }
+
+    fn summarise(&self, logits: &Vec<f32>, queries: &[RowQuery], out: &mut Vec<RowSummary>) {
+        out.clear();
+        out.extend(queries.iter().map(|q| summarise_row(&mut row_of(logits, q.row).to_vec(), q)));
     }
 
     fn bind(&self, _: &TensorSource) -> Result<(), DeviceError> {
@@ -157,6 +170,10 @@ impl Device for MockDevice {
     fn swiglu(&self, _: &Vec<f32>, _: &Vec<f32>, _: &mut Vec<f32>) {}
     fn add(&self, _: &mut Vec<f32>, _: &Vec<f32>) {}
     fn gather_wanted(&self, (): &(), _: &Vec<f32>, _: &mut Vec<f32>) {}
+}
+
+fn row_of(x: &[f32], row: usize) -> &[f32] {
+    &x[row * MockModel::VOCAB..(row + 1) * MockModel::VOCAB]
 }
 
 /// What the mock model answers to a sequence: fills the logits, which are 0 everywhere before.

@@ -74,10 +74,10 @@ impl Sampler {
                 scratch.candidates.extend_from_slice(&s.best[..top_k]);
                 self.draw_best(unit, scratch)
             }
-            None if p.top_p < 1.0 || p.min_p > 0.0 => {
-                self.nucleus(s, vocab, scratch).and_then(|total| draw(unit, total, &scratch.weights))
-                    .map(|at| scratch.candidates[at].1)
-            }
+            None if p.top_p < 1.0 || p.min_p > 0.0 => self
+                .nucleus(s, vocab, scratch)
+                .and_then(|total| draw(unit, total, &scratch.weights))
+                .map(|at| scratch.candidates[at].1),
             None => s.drawn.filter(|d| d.draw == unit && d.margin > SUM_ERROR).map(|d| d.token),
         };
         let Some(token) = drawn else { return Short::NeedsRow };
@@ -277,7 +277,10 @@ mod tests {
             }
         }
         println!("{rows} rows: {asked} asked for, {answered} answered");
-        assert!(asked * 4 > rows * 3 && answered * 4 > asked * 3, "{rows} rows: {asked} asked for, {answered} answered");
+        assert!(
+            asked * 4 > rows * 3 && answered * 4 > asked * 3,
+            "{rows} rows: {asked} asked for, {answered} answered"
+        );
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod cancel;
 mod failure;
 mod logits;
 mod pressure;
+mod short;
 mod speculation;
 mod text;
 

@@ -1,6 +1,6 @@
 //! Drafting with the prediction block: it follows the model row by row, and runs ahead on its own output.
 
-use ds4_kernels::ops::{HyperOps, MoeOps, SparseOps};
+use ds4_kernels::ops::{HyperOps, MoeOps, RowQuery, RowSummary, SparseOps};
 use ds4_kernels::{BatchPlan, StateSpec};
 
 use super::{Base, MtpAlignment};
@@ -20,17 +20,14 @@ struct Run {
     pos: usize,
 }
 
-/// The best token of a row and by how much its logit leads the second's; ties go to the lower token.
-fn best(row: &[f32]) -> (u32, f32) {
-    let (mut at, mut first, mut second) = (0, f32::NEG_INFINITY, f32::NEG_INFINITY);
-    for (token, &x) in (0u32..).zip(row) {
-        if x > first {
-            (at, second, first) = (token, first, x);
-        } else if x > second {
-            second = x;
-        }
+/// The best token of a row and by how much its logit leads the second's: NaN when there is nothing to choose from, and without limit where
+/// the second was not asked for.
+fn best(row: &RowSummary) -> (u32, f32) {
+    match row.best[..] {
+        [(first, token), (second, _), ..] => (token, first - second),
+        [(first, token)] if first > f32::NEG_INFINITY => (token, f32::INFINITY),
+        _ => (0, f32::NAN),
     }
-    (at, first - second)
 }
 
 impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
@@ -111,18 +108,22 @@ impl<D: SparseOps + HyperOps + MoeOps> Drafter<D> for DeepseekV4<D> {
         }
         self.run_mtp(device, &own, banks, Some(&rows), &[])?;
 
-        let mut row = Vec::new();
+        let mut answers = Vec::new();
+        // Who leads by how much is not asked for where any lead will do.
+        let wanted = if settings.margin > 0.0 { 2 } else { 1 };
         // In the first round of this alignment the block and the model speak of the same token.
         let mut proven = settings.alignment == MtpAlignment::NextToken;
         loop {
             let mut feed = BatchPlan::default();
             let mut states = Vec::new();
             let mut going = Vec::new();
-            for run in runs {
+            if let Some(mtp) = &self.mtp {
+                let query = |r: &Run| RowQuery { row: r.logits, best: wanted, scale: None, draw: None, norm: false };
+                device.summarise(&mtp.logits, &runs.iter().map(query).collect::<Vec<_>>(), &mut answers);
+            }
+            for (run, row) in runs.iter().zip(&answers) {
                 let r = &requests[run.request];
-                let Some(mtp) = &self.mtp else { break };
-                device.read(&mtp.logits, run.logits, &mut row);
-                let (token, lead) = best(&row);
+                let (token, lead) = best(row);
                 let guesses = &mut drafts[run.request];
                 if proven {
                     // Not so when the lead is NaN.
@@ -153,13 +154,22 @@ impl<D: SparseOps + HyperOps + MoeOps> Drafter<D> for DeepseekV4<D> {
 
 #[cfg(test)]
 mod tests {
+    use ds4_kernels::ops::{RowQuery, RowSummary, summarise_row};
+
     use super::best;
+
+    fn of(row: &[f32], wanted: usize) -> RowSummary {
+        summarise_row(&mut row.to_vec(), &RowQuery { row: 0, best: wanted, scale: None, draw: None, norm: false })
+    }
 
     #[test]
     fn deepseek_v4_mtp_lead_is_over_the_second_best() {
-        assert_eq!(best(&[1.0, 4.0, 2.5, 4.0]), (1, 0.0));
-        assert_eq!(best(&[1.0, 2.5, 4.0]), (2, 1.5));
-        assert_eq!(best(&[4.0, 2.5, 1.0]), (0, 1.5));
-        assert!(best(&[f32::NAN, f32::NAN]).1.is_nan());
+        assert_eq!(best(&of(&[1.0, 4.0, 2.5, 4.0], 2)), (1, 0.0));
+        assert_eq!(best(&of(&[1.0, 2.5, 4.0], 2)), (2, 1.5));
+        assert_eq!(best(&of(&[4.0, 2.5, 1.0], 2)), (0, 1.5));
+        assert_eq!(best(&of(&[4.0, 5.0, 1.0], 1)), (1, f32::INFINITY));
+        for wanted in [1, 2] {
+            assert!(best(&of(&[f32::NAN, f32::NAN], wanted)).1.is_nan());
+        }
     }
 }
