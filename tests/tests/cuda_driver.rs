@@ -162,10 +162,9 @@ fn any_allocation_can_be_refused_on_purpose_and_the_next_one_succeeds() {
     let context = context();
     let mut space = Space::reserve(&context, 2 * STEP).unwrap();
     space.map(0, Physical::create(&context, STEP).unwrap()).unwrap();
-    let pinned = Staging::new(&space, 1, 64).unwrap();
+    drop(Staging::new(&space, 1, 64).unwrap());
     let e = Physical::create(&context, STEP).unwrap_err();
     assert!(matches!(e, CudaError::OutOfMemory { call: "cuMemCreate", bytes: STEP }) && !e.is_sticky(), "{e}");
     space.map(STEP, Physical::create(&context, STEP).unwrap()).unwrap();
     space.allow(0, 2 * STEP, Access::ReadWrite).unwrap();
-    drop(pinned);
 }

@@ -37,3 +37,28 @@ fn l1_loading_reports_every_stage_and_warns_below_a_floor() {
     assert!(errors.contains("warning: stage `read` runs at") && errors.contains("below the floor"), "{errors}");
     assert!(!report["warnings"].as_array().unwrap().is_empty());
 }
+
+#[test]
+fn kernels_are_checked_and_timed_by_the_workers_binary() {
+    let sandbox = Sandbox::new();
+    let run = |args: &[&str]| {
+        let output = sandbox.run("ds4", &[&["bench", "--json", "kernel"], args].concat());
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.code(), serde_json::from_slice::<Value>(&output.stdout).unwrap_or_default(), errors)
+    };
+    let (code, report, errors) = run(&["all", "--tiny", "--device", "cpu", "--rows", "1,20"]);
+    assert_eq!(code, Some(0), "{errors} {report}");
+    let lines = report["lines"].as_array().unwrap();
+    let (_, list, _) = run(&["list"]);
+    for family in list["families"].as_array().unwrap() {
+        let of = lines.iter().filter(|l| l["family"] == family["name"]);
+        assert!(of.clone().count() >= 2, "{family}");
+        for line in of {
+            assert!(line["passed"] == true && line["us"].as_f64().unwrap() > 0.0, "{line}");
+            assert!(line["error"].as_f64().unwrap() <= line["bound"].as_f64().unwrap(), "{line}");
+        }
+    }
+    assert_eq!(report["failed"], 0);
+    let (code, _, errors) = run(&["nothing", "--device", "cpu"]);
+    assert!(code == Some(2) && errors.contains("quantised, dense"), "{code:?} {errors}");
+}
