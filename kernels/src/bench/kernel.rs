@@ -242,12 +242,32 @@ impl<D: Timed> Bench<'_, D> {
 
     /// Checks and times `kernel` at every number of rows.
     fn sweep<K: Kernel>(&self, kernel: &K) -> Result<Vec<Line>, DeviceError> {
-        self.options
-            .rows
-            .iter()
-            .map(|rows| measure(self.device, &self.reference, kernel, kernel, *rows, self.options.seed))
-            .collect()
+        self.against(kernel, kernel)
     }
+
+    /// As [`Bench::sweep`], with `model` as the reference's kernel.
+    fn against<K: Kernel>(&self, kernel: &K, model: &K) -> Result<Vec<Line>, DeviceError> {
+        let d = self.device;
+        let copies =
+            if d.cache() == 0 { 1 } else { (2 * d.cache()).div_ceil(kernel.weight_bytes().max(1)).clamp(2, 16) };
+        let weights = Weights {
+            here: kernel.bind(d, copies)?,
+            there: model.bind(&self.reference, 1)?,
+            reference: &self.reference,
+            kernel,
+            model,
+        };
+        self.options.rows.iter().map(|rows| measure(d, &weights, *rows, self.options.seed)).collect()
+    }
+}
+
+/// A kernel and its reference, made ready.
+struct Weights<'a, D: Timed, K: Kernel> {
+    here: K::Bound<D>,
+    there: K::Bound<CpuDevice>,
+    reference: &'a CpuDevice,
+    kernel: &'a K,
+    model: &'a K,
 }
 
 /// One operation at one shape.
@@ -400,15 +420,10 @@ fn once<D: Timed, K: Kernel>(
     Ok((place, buffers))
 }
 
-/// Checks and times `kernel` on `d`; `model` is the same kernel for the reference.
-fn measure<D: Timed, K: Kernel>(
-    d: &D,
-    reference: &CpuDevice,
-    kernel: &K,
-    model: &K,
-    rows: usize,
-    seed: u64,
-) -> Result<Line, DeviceError> {
+/// Checks and times a kernel on `d`.
+fn measure<D: Timed, K: Kernel>(d: &D, w: &Weights<'_, D, K>, rows: usize, seed: u64) -> Result<Line, DeviceError> {
+    let Weights { here: bound, there, reference, kernel, model } = w;
+    let (kernel, model, reference) = (*kernel, *model, *reference);
     let (depth, apart) = (kernel.depth(), rows <= DECODE);
     let mut rng = Random::new(seed ^ 0x5eed);
     let widths = kernel.widths();
@@ -426,18 +441,15 @@ fn measure<D: Timed, K: Kernel>(
         inputs.iter().zip(&widths).map(|(x, w)| x[from * w..(from + n) * w].to_vec()).collect()
     };
     let some = rows.min(CHECKED);
-    let copies = (2 * d.cache()).div_ceil(kernel.weight_bytes().max(1)).clamp(1, 16);
-    let bound = kernel.bind(d, copies)?;
 
     let head = {
-        let (place, buffers) = once(d, kernel, &bound, (depth, some, apart), &part(0, some))?;
+        let (place, buffers) = once(d, kernel, bound, (depth, some, apart), &part(0, some))?;
         kernel.output(d, &place, &buffers, 0..some)
     };
     let error = match kernel.exact(&part(0, some), &head, d.activation()) {
         Some(error) => error,
         None => {
-            let bound = model.bind(reference, 1)?;
-            let (place, buffers) = once(reference, model, &bound, (depth, some, apart), &part(0, some))?;
+            let (place, buffers) = once(reference, model, there, (depth, some, apart), &part(0, some))?;
             model.distance(&head, &model.output(reference, &place, &buffers, 0..some))
         }
     };
@@ -445,18 +457,18 @@ fn measure<D: Timed, K: Kernel>(
     let tail = if rows > some && (apart || kernel.has_tail()) {
         let from = rows - some;
         let first = if apart { depth } else { depth + from };
-        let (place, buffers) = once(d, kernel, &bound, (first, some, apart), &part(from, some))?;
+        let (place, buffers) = once(d, kernel, bound, (first, some, apart), &part(from, some))?;
         Some(kernel.output(d, &place, &buffers, 0..some))
     } else {
         None
     };
-    let (mut place, mut buffers) = once(d, kernel, &bound, (depth, rows, apart), &inputs)?;
+    let (mut place, mut buffers) = once(d, kernel, bound, (depth, rows, apart), &inputs)?;
     let mut varying = differing(&head, &kernel.output(d, &place, &buffers, 0..some), some);
     if let Some(tail) = tail {
         varying += differing(&tail, &kernel.output(d, &place, &buffers, rows - some..rows), some);
     }
     let n = if rows > 64 { 3 } else { 24 };
-    let microseconds = d.time(n, &mut |i| kernel.run(d, &bound, i, &mut place, &mut buffers))?;
+    let microseconds = d.time(n, &mut |i| kernel.run(d, bound, i, &mut place, &mut buffers))?;
     let (bytes, macs) = (kernel.bytes(rows), kernel.macs(rows));
     let per_second = 1e6 / microseconds;
     Ok(Line {
@@ -558,13 +570,10 @@ mod tests {
         );
         let wrong = Bench { device: &device, reference: device.reference(), options: &other };
         // The reference has other weights.
-        for rows in [1, 40] {
-            let line = rows::against(&bench, &wrong, rows);
-            assert!(line.error > line.bound && !line.passed(), "{line:?}");
-            let line = sparse::against(&bench, &wrong, rows);
-            assert!(line.error > line.bound && !line.passed(), "{line:?}");
-            let line = experts::against(&bench, &wrong, rows);
-            assert!(line.error > line.bound && !line.passed(), "{line:?}");
+        for lines in [rows::against(&bench, &wrong), sparse::against(&bench, &wrong), experts::against(&bench, &wrong)]
+        {
+            assert_eq!(lines.len(), options.rows.len());
+            assert!(lines.iter().all(|l| l.error > l.bound && !l.passed()), "{lines:?}");
         }
         assert!(products::exact_of_wrong(&bench) > 1.0);
         assert_eq!(differing(&[1.0, 2.0, 3.0, 4.0], &[1.0, 2.0, 3.0, 4.5], 2), 1);

@@ -225,7 +225,7 @@ pub(super) fn hyper<D: Timed>(b: &Bench<'_, D>) -> Result<Vec<Line>, DeviceError
 
 /// With a reference that has other weights.
 #[cfg(test)]
-pub(super) fn against<D: Timed>(b: &Bench<'_, D>, other: &Bench<'_, D>, rows: usize) -> Line {
+pub(super) fn against<D: Timed>(b: &Bench<'_, D>, other: &Bench<'_, D>) -> Vec<Line> {
     let [kernel, model] = [b, other].map(|b| Hyper::new(b, false));
-    super::measure(b.device, &b.reference, &kernel, &model, rows, b.options.seed).expect("memory")
+    b.against(&kernel, &model).expect("memory")
 }

@@ -222,9 +222,9 @@ pub(super) fn attention<D: Timed>(b: &Bench<'_, D>) -> Result<Vec<Line>, DeviceE
 
 /// With a reference whose state is another.
 #[cfg(test)]
-pub(super) fn against<D: Timed>(b: &Bench<'_, D>, other: &Bench<'_, D>, rows: usize) -> Line {
+pub(super) fn against<D: Timed>(b: &Bench<'_, D>, other: &Bench<'_, D>) -> Vec<Line> {
     let [kernel, model] = [b, other].map(|b| Attend::new(b, false));
-    super::measure(b.device, &b.reference, &kernel, &model, rows, b.options.seed).expect("memory")
+    b.against(&kernel, &model).expect("memory")
 }
 
 struct Select {
