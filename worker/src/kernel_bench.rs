@@ -142,7 +142,7 @@ mod tests {
         assert_eq!(one.matches("\"passed\": true").count(), 4, "{one}");
         assert!(one.contains("\"device\": \"cpu (") && one.contains("\"seed\": 5"), "{one}");
         let e = run(&args(Where::Cpu), "hype", 1).unwrap_err();
-        assert!(e.exit == 2 && e.message.contains("compressor, indexer, attention, and all"), "{e}");
+        assert!(e.exit == 2 && e.message.contains("indexer, attention, sampling, and all"), "{e}");
     }
 
     #[test]
