@@ -107,8 +107,9 @@ class Served:
         port = 20000 + time.monotonic_ns() // 1000 % 20000
         self.url = f"http://127.0.0.1:{port}"
         return Process(
-            "ds4-worker", "--runtime-dir", self.dir, "--http", f"127.0.0.1:{port}", "--max-batch", 16,
-            *(() if "--ctx" in flags else ("--ctx", 1024)), *flags, **environment
+            "ds4-worker", "--runtime-dir", self.dir, "--http", f"127.0.0.1:{port}",
+            *(() if "--max-batch" in flags else ("--max-batch", 16)), *(() if "--ctx" in flags else ("--ctx", 1024)), *flags,
+            **environment
         )
 
     def complete(self, prompt, tokens=48):
@@ -289,35 +290,46 @@ def part_tiny():
 
 
 def part_memory():
-    """Every allocation of a worker is refused once (DS4_CUDA_REFUSE): the worker says so and ends, or answers that request with 503
-    and the next as ever."""
+    """Allocations of a worker are refused one at a time (DS4_CUDA_REFUSE): the worker says so and ends, or answers that request with
+    503 and the next as ever. All of them, every 16th first, as far as DS4_GPU_MEMORY_S seconds (60) go."""
     model = FIXTURES / "deepseek_v4/tiny-v4.gguf"
+    end = time.monotonic() + float(os.environ.get("DS4_GPU_MEMORY_S", "60"))
     before = used()
     served = Served(model, BACKEND)
-    worker = served.worker()
+    worker = served.worker("--max-batch", 2)
     want = [served.complete(p, 8) for p in PROMPTS]
     worker.stop()
     served.stop()
-    seen, lock, counter = {}, threading.Lock(), iter(range(1, 1000))
-    over = threading.Event()
+    seen, lock = {}, threading.Lock()
+    most = [1 << 30]  # there are fewer allocations than this
+    numbers = iter([n for first in (16, 8, 12, 4, *range(1, 16)) for n in range(first, 2000, 16)])
+
+    def following():
+        with lock:
+            for n in numbers:
+                if n < most[0] and n not in seen:
+                    seen[n] = {}
+                    return n
+        return None
 
     def lane():
         mine = Served(model, BACKEND)
-        while not over.is_set():
-            with lock:
-                n = next(counter)
+        while time.monotonic() < end and (n := following()) is not None:
             try:
                 what = refused_once(mine, n, want)
             except Exception as e:
                 what = {"wrong": f"{type(e).__name__}: {e}"}
-            if what is None:
-                over.set()
-            else:
-                with lock:
+            with lock:
+                if what is None:
+                    most[0] = min(most[0], n)
+                    del seen[n]
+                else:
                     seen[n] = what
+            if n % 16 == 0:
+                say("allocation", n, what)
         mine.stop()
 
-    lanes = [threading.Thread(target=lane) for _ in range(max(2, min(12, (os.cpu_count() or 4) - 2)))]
+    lanes = [threading.Thread(target=lane) for _ in range(max(2, min(8, (os.cpu_count() or 4) - 2)))]
     [t.start() for t in lanes]
     [t.join() for t in lanes]
     wrong = {n: w["wrong"] for n, w in seen.items() if "wrong" in w}
@@ -325,8 +337,14 @@ def part_memory():
     for n in sorted(seen):
         kinds.setdefault(seen[n].get("outcome"), []).append(n)
     time.sleep(0.5)
-    out = {"allocations": len(seen), "outcomes": {k: len(v) for k, v in kinds.items()}, "device_mib": [before, used()]}
-    out["each"] = {n: f"{seen[n].get('call')}: {seen[n].get('said', '')}"[:160] for n in sorted(seen)}
+    out = {
+        "allocations_fewer_than": most[0],
+        "refused": len(seen),
+        "outcomes": {k: len(v) for k, v in kinds.items()},
+        "device_mib": [before, used()],
+        "each": {n: f"{seen[n].get('outcome')}: {seen[n].get('call')}: {seen[n].get('said', '')}"[:200] for n in sorted(seen)},
+    }
+    report["checks"]["memory"] = out
     assert seen and not wrong, f"{len(wrong)} of {len(seen)}: {list(wrong.items())[:4]}"
     assert used() == before, f"{used()} MiB used at the end, {before} at the start"
     return out
@@ -334,7 +352,7 @@ def part_memory():
 
 def refused_once(served, n, want):
     """What became of the `n`-th allocation's refusal; None when there were fewer."""
-    worker = served.start_worker(DS4_CUDA_REFUSE=str(n))
+    worker = served.start_worker("--max-batch", 2, DS4_CUDA_REFUSE=str(n))
     try:
         try:
             worker.wait_for("ready in", 20)
