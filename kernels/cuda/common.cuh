@@ -12,7 +12,9 @@
 // Programmatic dependent launch (compute capability 9.0 and later): a kernel may be started while the one before it in the stream runs.
 // Every kernel calls `after_previous` before it touches memory that another kernel writes or reads; weights it may fetch earlier. The
 // call also lets the kernel after this one be started, which then waits in the same way. Launches without the attribute do not
-// know of it.
+// know of it. The order of the two matters: because nobody is let in before the wait, a kernel that runs knows that the launch before
+// the previous one has ended, and may read what that and earlier ones wrote without waiting (with __ldcg: an older copy may be in the
+// first-level cache). route_few and the streams' updates do.
 __device__ __forceinline__ void after_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

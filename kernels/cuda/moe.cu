@@ -2,8 +2,9 @@
 // and matmul.cu.
 #include "common.cuh"
 
+// sqrt(ln(1 + e^x)), without branches: several are computed at once.
 __device__ __forceinline__ float sqrt_softplus(float x) {
-    return sqrtf(x > 20.0f ? x : x < -20.0f ? expf(x) : log1pf(expf(x)));
+    return __fsqrt_rn(__fadd_rn(fmaxf(x, 0.0f), log1pf(expf(-fabsf(x)))));
 }
 
 // Normalised weights of a row's experts from their probabilities, in slot order.
@@ -101,3 +102,129 @@ extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* ids,
     __syncthreads();
     for (int a = threadIdx.x; a < assignments; a += blockDim.x) order[atomicAdd(&counts[ids[a]], 1)] = a;
 }
+
+constexpr int FEW_ROWS = 16;
+constexpr int FEW = 128;    // assignments
+
+// A float's bits in an order in which unsigned integers compare as the floats do.
+__device__ __forceinline__ uint32_t ordered(float v) {
+    const uint32_t b = __float_as_uint(v);
+    return b & 0x80000000u ? ~b : b | 0x80000000u;
+}
+
+// The experts of a row with probabilities `p` and their weights, lane j those of slot j; a warp. Lane l has experts l, l + 32, ...: PER
+// of them at most.
+template <int PER>
+__device__ __forceinline__ void choose(const float* p, const float* bias, const int* listed, int experts, int used, int& id, float& weight) {
+    const int lane = threadIdx.x & 31;
+    if (listed) {
+        if (lane < used) id = listed[lane], weight = p[id];
+        return;
+    }
+    uint32_t key[PER];
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = i * 32 + lane;
+        key[i] = e < experts ? ordered(bias ? p[e] + bias[e] : p[e]) : 0;
+    }
+    for (int j = 0; j < used; j++) {
+        uint32_t top = 0;
+#pragma unroll
+        for (int i = 0; i < PER; i++) top = max(top, key[i]);
+        top = __reduce_max_sync(~0u, top);
+        uint32_t at = ~0u;
+#pragma unroll
+        for (int i = PER - 1; i >= 0; i--)
+            if (key[i] == top && i * 32 + lane < experts) at = i * 32 + lane;
+        at = __reduce_min_sync(~0u, at);
+#pragma unroll
+        for (int i = 0; i < PER; i++)
+            if (int(at) == i * 32 + lane) key[i] = 0;
+        if (lane == j) id = at, weight = p[at];
+    }
+}
+
+// What `route_few` has of a step; laid out as `RouteArg` in kernels/src/cuda/moe.rs.
+struct Route {
+    const float* logits;    // [rows, experts]
+    const float* bias;      // or null
+    const int* table;       // or null: [tokens, used]
+    const int* tokens;      // of the rows, with a table
+    int* ids;
+    float* weights;
+    int4* list;
+    int* count;
+    int* order;
+    int rows, experts, used, per;
+    float scale, floor;
+    int early;              // the launch before the previous one wrote the logits
+    int pad;
+};
+
+// As route_learned (or, with a table, route_table), and then as group_experts with `per` rows an item; one block, a warp per row.
+// With `early`, all of it beside the previous kernel, which reads none of what is written here, nor do the kernels before it that may
+// still run.
+template <int PER>
+__device__ __forceinline__ void route_few(const Route& r) {
+    __shared__ float p[FEW_ROWS * PER * 32];
+    __shared__ __align__(16) int all[FEW];
+    __shared__ int starts[FEW];
+    __shared__ uint32_t masks[FEW / 32];
+    if (!r.early) after_previous();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, assignments = r.rows * r.used;
+    for (int i = threadIdx.x; i < r.rows * r.experts; i += blockDim.x) p[i] = sqrt_softplus(__ldcg(r.logits + i));
+    if (threadIdx.x < FEW) all[threadIdx.x] = 1 << 30;
+    __syncthreads();
+    if (warp < r.rows) {
+        int id = 0;
+        float w = 0.0f;
+        const int* listed = r.table ? r.table + int64_t(__ldcg(r.tokens + warp)) * r.used : nullptr;
+        choose<PER>(p + warp * r.experts, r.bias, listed, r.experts, r.used, id, w);
+        float sum = 0.0f;
+        for (int j = 0; j < r.used; j++) sum += __shfl_sync(~0u, w, j);
+        const float f = r.scale / fmaxf(sum, r.floor);
+        if (lane < r.used) {
+            const int a = warp * r.used + lane;
+            all[a] = r.ids[a] = id;
+            r.weights[a] = w * f;
+        }
+    }
+    __syncthreads();
+    const int a = threadIdx.x;
+    if (a < FEW) {
+        // Entries before this one in order of (expert, assignment), and of the same expert. Those past the end are of no expert.
+        int before = 0, rank = 0, same = 0;
+        const int e = all[a];
+        for (int b = 0; b < assignments; b += 4) {
+            const int4 four = *reinterpret_cast<const int4*>(all + b);
+            const int others[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const bool equal = others[k] == e, earlier = equal && b + k < a;
+                before += others[k] < e || earlier;
+                rank += earlier;
+                same += equal;
+            }
+        }
+        const bool start = a < assignments && rank % r.per == 0;
+        if (a < assignments) r.order[before] = a, starts[before] = start;
+        else starts[a] = 0;
+        asm volatile("bar.sync 1, %0;" ::"r"(FEW) : "memory");
+        const uint32_t mask = __ballot_sync(~0u, starts[a]);
+        if (lane == 0) masks[warp] = mask;
+        asm volatile("bar.sync 1, %0;" ::"r"(FEW) : "memory");
+        int item = 0, total = 0;
+#pragma unroll
+        for (int i = 0; i < FEW / 32; i++) {
+            const int n = before - 32 * i;
+            item += __popc(masks[i] & (n >= 32 ? ~0u : n > 0 ? (1u << n) - 1 : 0));
+            total += __popc(masks[i]);
+        }
+        if (start) r.list[item] = make_int4(e, before, min(r.per, same - rank), 0);
+        if (a == 0) *r.count = total;
+    }
+    if (r.early) after_previous();
+}
+
+extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS) route_few_8(Route r) { route_few<8>(r); }
+extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS) route_few_16(Route r) { route_few<16>(r); }

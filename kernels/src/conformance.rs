@@ -128,6 +128,7 @@ pub fn run_operations<D: Device>(device: &D, bounds: Bounds) {
     }
     // Enough for the kernels with the largest tiles; columns that are not whole tiles of anything.
     suite.batches(GgmlType::F16, &[8200, 24, 1], 264, 260);
+    suite.changed();
     suite.attention(StateType::F16);
     suite.attention(StateType::F32);
     suite.bank();
@@ -350,6 +351,29 @@ impl<D: Device> Suite<'_, D> {
                 assert!(same, "{ty}, {width} outputs: other bits in a batch of {n} than of {rows} (DS4_SEED={seed})");
             }
         }
+    }
+
+    /// A device may keep what it made of a buffer for products beside it; a product must see what was written last.
+    fn changed(&self) {
+        let mut rng = self.random(9);
+        let (rows, cols, outputs, ty) = (5, 512, 32, GgmlType::Q8_0);
+        let bytes = rng.weights(ty, outputs, cols);
+        let (w, norm) = (self.weight(ty, outputs, cols, &bytes), self.floats(1, cols, &rng.activations(cols)));
+        let (x, y) = (rng.activations(rows * cols), rng.activations(rows * cols));
+        let (x, y) = (self.upload(cols, &x), self.upload(cols, &y));
+        let (mut normed, mut out) = (self.device.buffer(cols), self.device.buffer(outputs));
+        let check = |normed: &D::Buffer, out: &mut D::Buffer| {
+            self.device.matmul(normed, &mut [(&w, &mut *out)]);
+            self.product(ty, &bytes, cols, &self.download(normed, rows), &self.download(out, rows));
+        };
+        self.device.rms_norm(&x, &norm, 1e-5, &mut normed);
+        check(&normed, &mut out);
+        self.device.add(&mut normed, &y);
+        check(&normed, &mut out);
+        self.device.rms_norm(&y, &norm, 1e-5, &mut normed);
+        check(&normed, &mut out);
+        self.device.swiglu(&x, &y, &mut normed);
+        check(&normed, &mut out);
     }
 
     fn product(&self, ty: GgmlType, bytes: &[u8], cols: usize, x: &[f32], got: &[f32]) {

@@ -2,6 +2,7 @@
 
 use super::driver::{Context, CudaError, Memory, vmm::DevicePtr};
 use super::fatal::OrFatal;
+use super::split::{Activations, ActsArg};
 use crate::device::DeviceError;
 
 /// Memory that grows: what was in it is lost when it does.
@@ -44,6 +45,18 @@ impl Growable {
     }
 }
 
+/// What kernels made of a buffer's content beside it, so that the next operation need not begin with it. It holds until the
+/// buffer is written again.
+#[derive(Debug, Default)]
+struct Made {
+    /// Split for products, in some order of their types'.
+    split: Option<(i32, ActsArg)>,
+    /// Partial products with the mixer at this address, and sums of squares.
+    mixed: Option<DevicePtr>,
+    /// Mixing weights whose rounds are still to be done, by which launch.
+    begun: Option<u64>,
+}
+
 /// f32 activations `[rows, width]` in device memory.
 #[derive(Debug)]
 pub struct CudaBuffer {
@@ -51,12 +64,23 @@ pub struct CudaBuffer {
     context: Context,
     width: usize,
     rows: usize,
+    made: Made,
+    split: Activations,
+    partial: Growable,
 }
 
 impl CudaBuffer {
     /// A buffer with no rows yet.
     pub(super) fn new(context: &Context, width: usize) -> Self {
-        Self { memory: Growable::default(), context: context.clone(), width, rows: 0 }
+        Self {
+            memory: Growable::default(),
+            context: context.clone(),
+            width,
+            rows: 0,
+            made: Made::default(),
+            split: Activations::default(),
+            partial: Growable::default(),
+        }
     }
 
     /// Columns.
@@ -74,10 +98,51 @@ impl CudaBuffer {
         // 16 rows at once: the decode steps of a growing batch do not reallocate.
         self.memory.at_least(&self.context, rows.max(16) * self.width * 4);
         self.rows = rows;
+        self.made = Made::default();
     }
 
     /// Address of element (0, 0).
     pub fn start(&self) -> DevicePtr {
         self.memory.start()
+    }
+
+    /// Address of element (0, 0), for an operation that changes the content in place: what was made of it before is forgotten. Every
+    /// such operation takes the address from here.
+    pub(super) fn changed(&mut self) -> DevicePtr {
+        self.made = Made::default();
+        self.start()
+    }
+
+    /// The rows split for products, in an order of `split::order`, if the kernel that wrote them did that too.
+    pub(super) fn split(&self, order: i32) -> Option<ActsArg> {
+        self.made.split.and_then(|(made, acts)| (made == order).then_some(acts))
+    }
+
+    /// Where the kernel that writes the rows (which exist already) splits them too.
+    pub(super) fn split_here(&mut self, order: i32) -> ActsArg {
+        let acts = self.split.at_least(&self.context, self.rows, self.width);
+        self.made.split = Some((order, acts));
+        acts
+    }
+
+    /// Says that these mixing weights are written by the launch of that number and want their rounds.
+    pub(super) fn begun_by(&mut self, launch: u64) {
+        self.made.begun = Some(launch);
+    }
+
+    /// The launch that wrote mixing weights whose rounds are still to be done.
+    pub(super) fn begun(&self) -> Option<u64> {
+        self.made.begun
+    }
+
+    /// Where the partial products with `mixer` are, if they were made.
+    pub(super) fn mixed(&self, mixer: DevicePtr) -> Option<DevicePtr> {
+        (self.made.mixed == Some(mixer)).then(|| self.partial.start())
+    }
+
+    /// Where a kernel puts `len` bytes of partial products with `mixer`.
+    pub(super) fn mixed_here(&mut self, mixer: DevicePtr, len: usize) -> DevicePtr {
+        self.made.mixed = Some(mixer);
+        self.partial.at_least(&self.context, len)
     }
 }

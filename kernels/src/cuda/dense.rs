@@ -4,6 +4,8 @@ use super::buffer::CudaBuffer;
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
 use super::kernels::{File, dim, int, long, threads};
+use super::quantized::SUPERBLOCK;
+use super::split::{self, ActsArg};
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::device::{Attention, Rope, RopeKind};
@@ -17,6 +19,8 @@ const PIECE: usize = 256;
 const HEADS: usize = 4;
 /// Rows of a step from which one block does all pieces of a query: enough blocks without splitting.
 pub(super) const MANY_ROWS: usize = 64;
+/// Widest row that a block norms with eight columns a thread.
+const MOST_NORM: usize = 8192;
 
 /// Blocks of 256 threads for `n` elements.
 pub(super) fn blocks(n: usize) -> [u32; 3] {
@@ -48,11 +52,18 @@ pub(super) fn embed(d: &CudaDevice, step: &CudaStep, table: &CudaWeight, out: &m
 pub(super) fn rms_norm(d: &CudaDevice, x: &CudaBuffer, weight: &CudaWeight, eps: f32, out: &mut CudaBuffer) {
     assert!(weight.rows == 1 && weight.cols == x.width() && out.width() == x.width(), "{}: shape", weight.name);
     out.resize(x.rows());
+    let args = (x.start(), weight.vector(), int(x.width()), out.start());
+    let grid = [dim(x.rows()), 1, 1];
+    if x.width().is_multiple_of(8) && x.width() <= MOST_NORM {
+        // Products that follow find the rows split.
+        let acts = if x.width().is_multiple_of(SUPERBLOCK) { out.split_here(split::PLAIN) } else { ActsArg::NONE };
+        let block = [threads(x.width() / 8, 1024), 1, 1];
+        let all: [&dyn KernelArg; 6] = [&args.0, &args.1, &eps, &args.2, &args.3, &acts];
+        return d.launch(File::Elementwise, "rms_norm_8", grid, block, 0, &all);
+    }
     let four = x.width().is_multiple_of(4);
     let (name, block) = if four { ("rms_norm_4", 256) } else { ("rms_norm", threads(x.width(), 1024)) };
-    let block = [block, 1, 1];
-    let args = (x.start(), weight.vector(), int(x.width()), out.start());
-    d.launch(File::Elementwise, name, [dim(x.rows()), 1, 1], block, 0, &[&args.0, &args.1, &eps, &args.2, &args.3]);
+    d.launch(File::Elementwise, name, grid, [block, 1, 1], 0, &[&args.0, &args.1, &eps, &args.2, &args.3]);
 }
 
 /// `out = x · wᵀ`, block-diagonal in `groups`, for weights that are not tiled.
@@ -94,7 +105,7 @@ pub(super) fn rope(d: &CudaDevice, step: &CudaStep, rope: &Rope, head_dim: usize
     assert!(rope.dim.is_multiple_of(2) && rope.dim <= head_dim && x.width().is_multiple_of(head_dim), "rope shape");
     let split = i32::from(rope.kind == RopeKind::Split);
     let (width, base, head, heads, at) =
-        (int(rope.dim), f64::from(rope.base), int(head_dim), int(x.width() / head_dim), x.start());
+        (int(rope.dim), f64::from(rope.base), int(head_dim), int(x.width() / head_dim), x.changed());
     let grid = [dim(step.rows), 1, 1];
     let args: [&dyn KernelArg; 7] = [&step.arg, &split, &width, &base, &head, &heads, &at];
     d.launch(File::Elementwise, "rope", grid, BLOCK, rope.dim / 2 * 8, &args);
@@ -172,7 +183,7 @@ pub(super) fn swiglu(d: &CudaDevice, gate: &CudaBuffer, up: &CudaBuffer, clamp: 
 pub(super) fn add(d: &CudaDevice, x: &mut CudaBuffer, y: &CudaBuffer) {
     assert!(x.width() == y.width() && x.rows() == y.rows(), "add shape");
     let n = x.rows() * x.width();
-    let args = (x.start(), y.start(), long(n));
+    let args = (x.changed(), y.start(), long(n));
     d.launch(File::Elementwise, "add", blocks(n), BLOCK, 0, &[&args.0, &args.1, &args.2]);
 }
 

@@ -1,5 +1,6 @@
 //! The CUDA device.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::bank::{CudaBank, CudaCheckpoint};
@@ -46,6 +47,7 @@ pub struct CudaDevice {
     kernels: Kernels,
     arenas: Arenas,
     scratch: Mutex<Scratch>,
+    launches: AtomicU64,
     stream: Stream,
     context: Context,
 }
@@ -63,7 +65,8 @@ impl CudaDevice {
         }
         let stream = Stream::new(&context)?;
         let kernels = Kernels::load(&context)?;
-        Ok(Self { kernels, arenas: Arenas::default(), scratch: Mutex::default(), stream, context })
+        let (scratch, launches) = (Mutex::default(), AtomicU64::new(0));
+        Ok(Self { kernels, arenas: Arenas::default(), scratch, launches, stream, context })
     }
 
     /// The context.
@@ -102,6 +105,12 @@ impl CudaDevice {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Kernels launched so far: what was launched before the last one has ended when a new one runs, even before that one waits for
+    /// the last (see `after_previous` in common.cuh).
+    pub(super) fn launches(&self) -> u64 {
+        self.launches.load(Ordering::Relaxed)
+    }
+
     pub(super) fn launch(
         &self,
         file: File,
@@ -111,6 +120,10 @@ impl CudaDevice {
         shared: usize,
         args: &[&dyn KernelArg],
     ) {
+        // A launch of nothing is none.
+        if !grid.contains(&0) {
+            self.launches.fetch_add(1, Ordering::Relaxed);
+        }
         self.kernels.launch(&self.stream, file, name, grid, block, shared, args);
     }
 }

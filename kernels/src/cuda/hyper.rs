@@ -1,4 +1,4 @@
-//! Launches of the hyper-connections' kernels.
+//! Hyper-connections. Those of four streams have kernels of their own (streams.rs); these are for other numbers.
 
 use super::buffer::CudaBuffer;
 use super::dense::{BLOCK, blocks, product};
@@ -6,7 +6,9 @@ use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
 use super::fatal::OrFatal;
 use super::kernels::{File, dim, int, long};
+use super::streams::{self, Update};
 use super::weight::CudaWeight;
+use crate::device::Device;
 use crate::ops::{HyperOps, HyperParams, HyperWeights};
 
 /// Most residual streams of the kernels: the mixer of one row is a warp's registers.
@@ -18,6 +20,12 @@ const MANY_ROWS: usize = 16;
 /// Blocks over (rows, parts of the width).
 fn grid(rows: usize, width: usize) -> [u32; 3] {
     [dim(rows), dim(width.div_ceil(256)), 1]
+}
+
+fn check_post(p: &HyperParams, mix: &CudaBuffer, y: &CudaBuffer, state: &CudaBuffer) {
+    let n = p.streams;
+    assert!(state.width() == n * y.width() && mix.width() == 2 * n + n * n, "hyper-connection shape");
+    assert!(mix.rows() == y.rows() && state.rows() == y.rows(), "rows of another step");
 }
 
 impl CudaDevice {
@@ -77,15 +85,90 @@ impl HyperOps for CudaDevice {
         let n = p.streams;
         assert!(state.width() == n * x.width() && mix.width() == 2 * n + n * n, "hyper-connection shape");
         assert_eq!(w.mixer.rows, mix.width(), "{}: outputs", w.mixer.name);
+        if streams::fits(n, x.width()) {
+            return streams::finish(self, p, w, state, Some(mix), None, x);
+        }
         mix.resize(state.rows());
         self.mixer(p, w, state, mix.start(), x);
     }
 
+    fn hyper_pre_norm(
+        &self,
+        p: &HyperParams,
+        w: &HyperWeights<CudaWeight>,
+        state: &CudaBuffer,
+        norm: (&CudaWeight, f32),
+        mix: &mut CudaBuffer,
+        x: &mut CudaBuffer,
+        out: &mut CudaBuffer,
+    ) {
+        let n = p.streams;
+        if !streams::fits(n, out.width()) {
+            self.hyper_pre(p, w, state, mix, x);
+            return self.rms_norm(x, norm.0, norm.1, out);
+        }
+        assert!(state.width() == n * out.width() && mix.width() == 2 * n + n * n, "hyper-connection shape");
+        assert_eq!(w.mixer.rows, mix.width(), "{}: outputs", w.mixer.name);
+        streams::finish(self, p, w, state, Some(mix), Some(norm), out);
+    }
+
+    fn hyper_head_norm(
+        &self,
+        p: &HyperParams,
+        w: &HyperWeights<CudaWeight>,
+        state: &CudaBuffer,
+        norm: (&CudaWeight, f32),
+        x: &mut CudaBuffer,
+        out: &mut CudaBuffer,
+    ) {
+        if !streams::fits(p.streams, out.width()) {
+            self.hyper_head(p, w, state, x);
+            return self.rms_norm(x, norm.0, norm.1, out);
+        }
+        assert!(state.width() == p.streams * out.width() && w.mixer.rows == p.streams, "hyper-connection shape");
+        streams::finish(self, p, w, state, None, Some(norm), out);
+    }
+
+    fn hyper_post_toward(
+        &self,
+        p: &HyperParams,
+        mix: &CudaBuffer,
+        y: &CudaBuffer,
+        state: &mut CudaBuffer,
+        next: Option<&HyperWeights<CudaWeight>>,
+    ) {
+        if !streams::fits(p.streams, y.width()) {
+            return self.hyper_post(p, mix, y, state);
+        }
+        check_post(p, mix, y, state);
+        streams::post(self, p, &Update { mix, y, parts: None }, state, next);
+    }
+
+    fn hyper_post_terms(
+        &self,
+        p: &HyperParams,
+        mix: &CudaBuffer,
+        (terms, shared): (&mut CudaBuffer, &CudaBuffer),
+        state: &mut CudaBuffer,
+        next: Option<&HyperWeights<CudaWeight>>,
+    ) {
+        assert!(terms.width() == shared.width() && terms.rows().is_multiple_of(state.rows().max(1)), "terms' shape");
+        if streams::fits(p.streams, shared.width()) && terms.rows() <= streams::MOST_TERMS * state.rows() {
+            check_post(p, mix, shared, state);
+            return streams::post(self, p, &Update { mix, y: shared, parts: Some(terms) }, state, next);
+        }
+        super::moe::sum_terms(self, terms, state.rows());
+        self.add(terms, shared);
+        self.hyper_post_toward(p, mix, terms, state, next);
+    }
+
     fn hyper_post(&self, p: &HyperParams, mix: &CudaBuffer, y: &CudaBuffer, state: &mut CudaBuffer) {
         let n = p.streams;
-        assert!(state.width() == n * y.width() && mix.width() == 2 * n + n * n, "hyper-connection shape");
-        assert!(mix.rows() == y.rows() && state.rows() == y.rows(), "rows of another step");
-        let args = (mix.start(), y.start(), int(n), int(y.width()), state.start());
+        check_post(p, mix, y, state);
+        if streams::fits(n, y.width()) {
+            return streams::post(self, p, &Update { mix, y, parts: None }, state, None);
+        }
+        let args = (mix.start(), y.start(), int(n), int(y.width()), state.changed());
         let grid = grid(y.rows(), y.width());
         let all: [&dyn KernelArg; 5] = [&args.0, &args.1, &args.2, &args.3, &args.4];
         self.launch(File::Hyper, "hyper_post", grid, [256, 1, 1], 0, &all);
@@ -93,6 +176,9 @@ impl HyperOps for CudaDevice {
 
     fn hyper_head(&self, p: &HyperParams, w: &HyperWeights<CudaWeight>, state: &CudaBuffer, x: &mut CudaBuffer) {
         assert!(state.width() == p.streams * x.width() && w.mixer.rows == p.streams, "hyper-connection shape");
+        if streams::fits(p.streams, x.width()) {
+            return streams::finish(self, p, w, state, None, None, x);
+        }
         self.mixer(p, w, state, 0, x);
     }
 
@@ -115,7 +201,7 @@ impl HyperOps for CudaDevice {
     fn hyper_join(&self, streams: usize, x: &CudaBuffer, state: &mut CudaBuffer) {
         assert!(state.width() == streams * x.width() && x.rows() == state.rows() * streams, "streams of another shape");
         let n = state.rows() * state.width();
-        let args = (state.start(), x.start(), long(n));
+        let args = (state.changed(), x.start(), long(n));
         self.launch(File::Elementwise, "add", blocks(n), BLOCK, 0, &[&args.0, &args.1, &args.2]);
     }
 }

@@ -169,6 +169,37 @@ pub(super) struct Listed {
     most: usize,
 }
 
+impl Listed {
+    /// Room for lists of `assignments`, for products with weights of types `all`.
+    pub(super) fn room(
+        d: &CudaDevice,
+        to: &mut Groups,
+        all: &[GgmlType],
+        assignments: usize,
+        experts: usize,
+    ) -> Self {
+        let width = Width::of_experts(all, assignments, experts);
+        let most = assignments.min(experts + assignments / width.rows());
+        Self {
+            list: to.list.at_least(d.context(), most.max(128) * 16),
+            count: to.count.at_least(d.context(), 4),
+            order: to.order.at_least(d.context(), assignments.max(128) * 4),
+            width,
+            most,
+        }
+    }
+
+    /// Where kernels write the items, their number and the order, and how many rows an item has.
+    pub(super) fn parts(&self) -> (u64, u64, u64, i32) {
+        (self.list, self.count, self.order, int(self.width.rows()))
+    }
+
+    /// Whether they are what [`Listed::room`] would have room for.
+    pub(super) fn serves(&self, all: &[GgmlType], assignments: usize, experts: usize) -> bool {
+        self.width == Width::of_experts(all, assignments, experts)
+    }
+}
+
 /// Lists the `assignments` expert ids at `ids` by expert, for products with weights of types `all`.
 pub(super) fn group(
     d: &CudaDevice,
@@ -178,18 +209,10 @@ pub(super) fn group(
     assignments: usize,
     experts: usize,
 ) -> Listed {
-    let width = Width::of_experts(all, assignments, experts);
-    let rows = width.rows();
-    let most = assignments.min(experts + assignments / rows);
-    let listed = Listed {
-        list: to.list.at_least(d.context(), most.max(128) * 16),
-        count: to.count.at_least(d.context(), 4),
-        order: to.order.at_least(d.context(), assignments.max(128) * 4),
-        width,
-        most,
-    };
-    let args = (int(assignments), int(experts), int(rows));
-    let all: [&dyn KernelArg; 7] = [&ids, &args.0, &args.1, &args.2, &listed.list, &listed.count, &listed.order];
+    let listed = Listed::room(d, to, all, assignments, experts);
+    let (list, count, order, rows) = listed.parts();
+    let args = (int(assignments), int(experts));
+    let all: [&dyn KernelArg; 7] = [&ids, &args.0, &args.1, &rows, &list, &count, &order];
     d.launch(File::Moe, "group_experts", [1, 1, 1], [1024, 1, 1], 0, &all);
     listed
 }
@@ -248,7 +271,10 @@ pub(super) fn product(
 /// `outᵢ = x · wᵢᵀ` for tiled weights that share their inputs; neighbours of one shape go into one launch.
 pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, group: &mut [(&CudaWeight, &mut CudaBuffer)]) {
     for part in group.chunk_by_mut(|a, b| order(a.0.ty) == order(b.0.ty)) {
-        let acts = quantize(d, &mut d.scratch().activations, part[0].0, x.start(), x.rows());
+        let acts = match x.split(order(part[0].0.ty)) {
+            Some(acts) => acts,
+            None => quantize(d, &mut d.scratch().activations, part[0].0, x.start(), x.rows()),
+        };
         matmul_one_order(d, x, &acts, part);
     }
 }

@@ -4,8 +4,8 @@ use ds4_manifests::GgmlType;
 
 use super::buffer::Growable;
 use super::device::CudaDevice;
-use super::driver::{KernelArg, vmm::DevicePtr};
-use super::kernels::{File, dim, long};
+use super::driver::{Context, KernelArg, vmm::DevicePtr};
+use super::kernels::{File, dim, int, long};
 use super::quantized::SUPERBLOCK;
 use super::weight::CudaWeight;
 use crate::kernel_args;
@@ -19,7 +19,43 @@ pub(super) struct ActsArg {
     sums: u64,
     scale: u64,
 }
-kernel_args!(ActsArg);
+
+/// `Swiglu` in split.cu: gated rows that are split as they are made.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct SwigluArg {
+    gate: u64,
+    up: u64,
+    weights: u64,
+    to: ActsArg,
+    total: i64,
+    superblocks: i32,
+    order: i32,
+}
+kernel_args!(ActsArg, SwigluArg);
+
+impl SwigluArg {
+    /// Rows of `width` columns for products with `w`; `weights` has a factor for each, or is 0.
+    pub(super) fn new(
+        (gate, up): (DevicePtr, DevicePtr),
+        weights: DevicePtr,
+        to: ActsArg,
+        rows: usize,
+        w: &CudaWeight,
+    ) -> Self {
+        let superblocks = w.cols / SUPERBLOCK;
+        let order = order(w.ty);
+        Self { gate, up, weights, to, total: long(rows * superblocks), superblocks: int(superblocks), order }
+    }
+}
+
+/// Gates two sets of rows, or one, and splits them.
+pub(super) fn swiglu(d: &CudaDevice, first: &SwigluArg, second: Option<&SwigluArg>, clamp: f32) {
+    let none = SwigluArg { total: 0, ..*first };
+    let second = second.unwrap_or(&none);
+    let blocks = usize::try_from(first.total + second.total).unwrap_or(0).div_ceil(8);
+    d.launch(File::Split, "split_swiglu", [dim(blocks), 1, 1], [256, 1, 1], 0, &[first, second, &clamp]);
+}
 
 /// Device memory for split activations.
 #[derive(Debug, Default)]
@@ -30,11 +66,16 @@ pub(super) struct Activations {
     scale: Growable,
 }
 
+impl ActsArg {
+    /// For a kernel that shall not split.
+    pub(super) const NONE: Self = Self { q: 0, m: 0, sums: 0, scale: 0 };
+}
+
 impl Activations {
     /// Room for `rows` rows of `cols` columns.
-    pub(super) fn at_least(&mut self, d: &CudaDevice, rows: usize, cols: usize) -> ActsArg {
+    pub(super) fn at_least(&mut self, context: &Context, rows: usize, cols: usize) -> ActsArg {
         let room = rows.max(16) * (cols / SUPERBLOCK);
-        let at = |g: &mut Growable, bytes: usize| g.at_least(d.context(), room * bytes);
+        let at = |g: &mut Growable, bytes: usize| g.at_least(context, room * bytes);
         ActsArg {
             q: at(&mut self.q, 512),
             m: at(&mut self.m, 64),
@@ -43,6 +84,9 @@ impl Activations {
         }
     }
 }
+
+/// The order of most types, in which kernels split what they make for any product.
+pub(super) const PLAIN: i32 = 0;
 
 /// The order in which a type's kernel takes activations (`Order` in split.cuh).
 pub(super) fn order(ty: GgmlType) -> i32 {
@@ -53,7 +97,7 @@ pub(super) fn order(ty: GgmlType) -> i32 {
 /// type takes them in the same order.
 pub(super) fn quantize(d: &CudaDevice, to: &mut Activations, w: &CudaWeight, x: DevicePtr, rows: usize) -> ActsArg {
     let total = rows * (w.cols / SUPERBLOCK);
-    let acts = to.at_least(d, rows, w.cols);
+    let acts = to.at_least(d.context(), rows, w.cols);
     let args = (order(w.ty), long(total));
     let all: [&dyn KernelArg; 4] = [&x, &args.0, &args.1, &acts];
     d.launch(File::Split, "quantize_rows", [dim(total.div_ceil(8)), 1, 1], [256, 1, 1], 0, &all);

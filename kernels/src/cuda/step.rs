@@ -25,6 +25,11 @@ pub(super) struct StepArg {
 kernel_args!(StepArg);
 
 impl StepArg {
+    /// Address of the rows' tokens.
+    pub(super) fn tokens(self) -> u64 {
+        self.tokens
+    }
+
     /// For kernels that look at nothing but the tokens.
     pub(super) fn of_tokens(tokens: u64) -> Self {
         Self { tokens, ..Self::default() }

@@ -7,6 +7,6 @@ mod sample;
 mod sparse;
 
 pub use hyper::{HyperOps, HyperParams, HyperWeights};
-pub use moe::{Experts, MoeOps, RouterParams, SharedExpert};
+pub use moe::{Experts, MoeOps, RouteBy, RouterParams, SharedExpert};
 pub use sample::{Drawn, MAX_BEST, RowQuery, RowSummary, SUM_ERROR, summarise_row};
 pub use sparse::{Compressor, Indexer, KvNumerics, Operands, SparseAttention, SparseOps};

@@ -25,6 +25,35 @@ pub struct Experts<W> {
     pub count: usize,
 }
 
+/// How a layer's experts are chosen.
+pub enum RouteBy<'a, D: Device> {
+    /// As [`MoeOps::route_learned`] does, with a bias or without.
+    Learned(Option<&'a D::Weight>),
+    /// As [`MoeOps::route_table`] does.
+    Table(&'a D::Step, &'a D::Weight),
+}
+
+impl<D: Device> Clone for RouteBy<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Device> Copy for RouteBy<'_, D> {}
+
+/// The shared expert from its gate and up products on, with room for what lies between.
+pub struct SharedExpert<'a, D: Device> {
+    /// `gate · x`.
+    pub gate: &'a D::Buffer,
+    /// `up · x`.
+    pub up: &'a D::Buffer,
+    /// `[D, ff]`.
+    pub down: &'a D::Weight,
+    /// Room for the activation, `[rows, ff]`; unspecified afterwards.
+    pub act: &'a mut D::Buffer,
+    /// Its output.
+    pub out: &'a mut D::Buffer,
+}
+
 /// Mixture-of-experts operations.
 pub trait MoeOps: Device {
     /// Per row: `used` expert ids and weights.
@@ -50,6 +79,27 @@ pub trait MoeOps: Device {
         out: &mut Self::Routing,
     );
 
+    /// The router's product with `x`, the routing that follows from it, and other products with `x`, which a device may compute beside the
+    /// routing.
+    fn project_and_route(
+        &self,
+        x: &Self::Buffer,
+        p: &RouterParams,
+        (router, logits): (&Self::Weight, &mut Self::Buffer),
+        by: RouteBy<'_, Self>,
+        others: &mut [(&Self::Weight, &mut Self::Buffer)],
+        out: &mut Self::Routing,
+    ) where
+        Self: Sized,
+    {
+        self.matmul(x, &mut [(router, &mut *logits)]);
+        self.matmul(x, others);
+        match by {
+            RouteBy::Learned(bias) => self.route_learned(p, logits, bias, out),
+            RouteBy::Table(step, table) => self.route_table(p, step, table, logits, out),
+        }
+    }
+
     /// `out = Σ_j down_j · (silu(min(gate_j·x, clamp)) · clamp(up_j·x, ±clamp) · weight_j)` over the row's experts.
     /// The weight is applied before `down`, whose input is what gets quantised.
     fn expert_ffn(
@@ -60,6 +110,25 @@ pub trait MoeOps: Device {
         x: &Self::Buffer,
         out: &mut Self::Buffer,
     );
+
+    /// [`MoeOps::expert_ffn`] and the shared expert. Their sum is the sublayer's output: the shared expert's part is `shared.out`, the
+    /// other is left in `terms` in whatever form the device's [`hyper_post_terms`](super::HyperOps::hyper_post_terms) takes it, which is
+    /// the only operation that may read it.
+    fn ffn_terms(
+        &self,
+        experts: &Experts<Self::Weight>,
+        routing: &Self::Routing,
+        clamp: f32,
+        x: &Self::Buffer,
+        shared: SharedExpert<'_, Self>,
+        terms: &mut Self::Buffer,
+    ) where
+        Self: Sized,
+    {
+        self.expert_ffn(experts, routing, clamp, x, terms);
+        self.swiglu_clamped(shared.gate, shared.up, clamp, shared.act);
+        self.matmul(shared.act, &mut [(shared.down, shared.out)]);
+    }
 
     /// `out = silu(min(gate, clamp)) · clamp(up, ±clamp)`.
     fn swiglu_clamped(&self, gate: &Self::Buffer, up: &Self::Buffer, clamp: f32, out: &mut Self::Buffer);

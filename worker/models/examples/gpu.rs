@@ -14,6 +14,8 @@ mod flash;
 mod layers;
 #[path = "../tests/support/seeded.rs"]
 mod seeded;
+#[path = "parts/sublayers.rs"]
+mod sublayers;
 #[path = "../tests/support/mod.rs"]
 mod support;
 
@@ -404,6 +406,9 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
     }
     for kind in layers::KINDS {
         checks.push((format!("layer {}", kind.0), Box::new(move |d| layers::check(d, kind))));
+    }
+    for hidden in [1024, 4096] {
+        checks.push((format!("sublayers {hidden}"), Box::new(move |d| sublayers::check(d, hidden))));
     }
     for name in CASES {
         checks.push((format!("deepseek_v4 {name}"), Box::new(move |d| v4_agrees(d, name))));

@@ -40,24 +40,26 @@ impl<D: SparseOps + HyperOps + MoeOps> Scratch<D> {
     }
 }
 
-/// Runs one block on the residual streams (`[rows, n·D]`) in place; writes this step's state.
+/// Runs one block on the residual streams (`[rows, n·D]`) in place; writes this step's state. `next` is the mixer that meets the streams
+/// after the block, if it is known.
 pub fn run<D: SparseOps + HyperOps + MoeOps>(
     device: &D,
     step: &D::Step,
     layer: &AttentionLayer<'_, D>,
     s: &mut Scratch<D>,
     streams: &mut D::Buffer,
+    next: Option<&HyperWeights<D::Weight>>,
 ) {
     let (p, w, kind) = (layer.p, layer.w, layer.kind);
-    device.hyper_pre(&p.hyper, &w.attn_hyper, streams, &mut s.mix, &mut s.x);
-    device.rms_norm(&s.x, &w.attn_norm, p.rms_eps, &mut s.normed);
+    let norm = (&w.attn_norm, p.rms_eps);
+    device.hyper_pre_norm(&p.hyper, &w.attn_hyper, streams, norm, &mut s.mix, &mut s.x, &mut s.normed);
     layer.run(device, step, &mut s.attention, &s.normed, &mut s.y);
-    device.hyper_post(&p.hyper, &s.mix, &s.y, streams);
+    device.hyper_post_toward(&p.hyper, &s.mix, &s.y, streams, Some(&w.ffn_hyper));
 
-    device.hyper_pre(&p.hyper, &w.ffn_hyper, streams, &mut s.mix, &mut s.x);
-    device.rms_norm(&s.x, &w.ffn_norm, p.rms_eps, &mut s.normed);
+    let norm = (&w.ffn_norm, p.rms_eps);
+    device.hyper_pre_norm(&p.hyper, &w.ffn_hyper, streams, norm, &mut s.mix, &mut s.x, &mut s.normed);
     ffn::run(device, step, p, kind, w, &mut s.ffn, &s.normed, &mut s.y);
-    device.hyper_post(&p.hyper, &s.mix, &s.y, streams);
+    device.hyper_post_terms(&p.hyper, &s.mix, (&mut s.y, s.ffn.shared()), streams, next);
 }
 
 /// Tensors of an output head.
@@ -81,7 +83,6 @@ pub fn head<D: SparseOps + HyperOps + MoeOps>(
     logits: &mut D::Buffer,
 ) {
     device.gather_wanted(step, streams, &mut s.wanted);
-    device.hyper_head(&p.hyper, head.hyper, &s.wanted, &mut s.x);
-    device.rms_norm(&s.x, head.norm, p.rms_eps, &mut s.normed);
+    device.hyper_head_norm(&p.hyper, head.hyper, &s.wanted, (head.norm, p.rms_eps), &mut s.x, &mut s.normed);
     device.matmul(&s.normed, &mut [(head.output, logits)]);
 }

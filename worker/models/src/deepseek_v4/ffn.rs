@@ -1,6 +1,6 @@
 //! The feed-forward sublayer: routed experts and one shared expert, both with clamped SwiGLU.
 
-use ds4_kernels::ops::MoeOps;
+use ds4_kernels::ops::{MoeOps, RouteBy, SharedExpert};
 
 use super::bind::LayerWeights;
 use super::params::{LayerKind, Params};
@@ -27,9 +27,15 @@ impl<D: MoeOps> FfnBuffers<D> {
             shared: device.buffer(p.hidden),
         }
     }
+
+    /// The shared expert's part of the output.
+    pub fn shared(&self) -> &D::Buffer {
+        &self.shared
+    }
 }
 
-/// `y = experts(x) + shared(x)` for normed inputs `x` (`[rows, D]`).
+/// `experts(x) + shared(x)` for normed inputs `x` (`[rows, D]`), as the two terms that [`MoeOps::ffn_terms`] leaves: the experts' in `terms`
+/// and [`FfnBuffers::shared`].
 #[allow(clippy::too_many_arguments, reason = "buffers in, buffers out")]
 pub fn run<D: MoeOps>(
     device: &D,
@@ -39,15 +45,14 @@ pub fn run<D: MoeOps>(
     w: &LayerWeights<D::Weight>,
     b: &mut FfnBuffers<D>,
     x: &D::Buffer,
-    y: &mut D::Buffer,
+    terms: &mut D::Buffer,
 ) {
-    device.matmul(x, &mut [(&w.router, &mut b.logits), (&w.shared_gate, &mut b.gate), (&w.shared_up, &mut b.up)]);
-    match &w.router_table {
-        Some(table) => device.route_table(&p.router, step, table, &b.logits, &mut b.routing),
-        None => device.route_learned(&p.router, &b.logits, w.router_bias.as_ref(), &mut b.routing),
-    }
-    device.expert_ffn(&w.experts, &b.routing, kind.clamp, x, y);
-    device.swiglu_clamped(&b.gate, &b.up, kind.clamp, &mut b.act);
-    device.matmul(&b.act, &mut [(&w.shared_down, &mut b.shared)]);
-    device.add(y, &b.shared);
+    let by = match &w.router_table {
+        Some(table) => RouteBy::Table(step, table),
+        None => RouteBy::Learned(w.router_bias.as_ref()),
+    };
+    let mut others = [(&w.shared_gate, &mut b.gate), (&w.shared_up, &mut b.up)];
+    device.project_and_route(x, &p.router, (&w.router, &mut b.logits), by, &mut others, &mut b.routing);
+    let shared = SharedExpert { gate: &b.gate, up: &b.up, down: &w.shared_down, act: &mut b.act, out: &mut b.shared };
+    device.ffn_terms(&w.experts, &b.routing, kind.clamp, x, shared, terms);
 }

@@ -82,9 +82,10 @@ impl<D: SparseOps + HyperOps + MoeOps> Model<D> for DeepseekV4<D> {
         let p = &self.p;
         device.embed(&step, &self.global.embedding, &mut self.scratch.x);
         device.hyper_start(p.hyper.streams, &self.scratch.x, &mut self.streams);
-        for ((w, kind), slots) in self.layers.iter().zip(&p.layers).zip(&self.slots) {
+        for (i, ((w, kind), slots)) in self.layers.iter().zip(&p.layers).zip(&self.slots).enumerate() {
+            let next = self.layers.get(i + 1).map(|next| &next.attn_hyper);
             let layer = AttentionLayer { p, kind, w, slots, rotary: &self.rotary, numerics: self.numerics };
-            block::run(device, &step, &layer, &mut self.scratch, &mut self.streams);
+            block::run(device, &step, &layer, &mut self.scratch, &mut self.streams, next);
         }
         if !plan.wanted.is_empty() {
             let g = &self.global;

@@ -145,7 +145,7 @@ impl<D: SparseOps + HyperOps + MoeOps> Mtp<D> {
         device.matmul(&self.split_normed, &mut [(&w.state, &mut self.split)]);
         device.hyper_join(n, &self.split, &mut self.streams);
         let layer = AttentionLayer { p, kind: &self.kind, w: &w.block, slots: &self.slots, rotary, numerics };
-        block::run(device, step, &layer, s, &mut self.streams);
+        block::run(device, step, &layer, s, &mut self.streams, None);
         if wanted {
             let head = Head { hyper: &w.head_hyper, norm: &w.norm, output: &global.output };
             block::head(device, step, p, &head, s, &self.streams, &mut self.logits);

@@ -1,0 +1,387 @@
+// Hyper-connections of four streams, what lies between two sublayers in two kernels: the streams' update with the next mixer's
+// products, then gates, mixing weights, the combination, its norm and the splitting for products. CPU reference:
+// kernels/src/cpu/hyper.rs. Other numbers of streams: hyper.cu.
+//
+// The row of a state is 4 * width floats. A block has SLICE columns of all streams; its products with the mixer's outputs and its
+// squares go to `partial` [row][slice][32]: products 0 to 23, then 8 sums of squares. Sums of a row go lane by lane, then slice by
+// slice, whatever the number of rows.
+#include "mixing.cuh"
+#include "norm.cuh"
+#include "quant.cuh"
+
+constexpr int SLICE = 256;
+constexpr int SUMS = 32;
+constexpr int WARPS = 8;
+
+// Eight weights of a mixer's row, as they are in memory. They are constants and may be fetched before the kernel's inputs exist; the
+// loads are volatile so that they stay before the wait for the previous kernel.
+template <class T>
+struct Eight {
+    uint4 raw[T::BYTES / 2];
+    __device__ __forceinline__ void load(const uint8_t* p) {
+#pragma unroll
+        for (int i = 0; i < T::BYTES / 2; i++)
+            asm volatile("ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(raw[i].x), "=r"(raw[i].y), "=r"(raw[i].z), "=r"(raw[i].w) : "l"(p + 16 * i));
+    }
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < T::BYTES / 2; i++) raw[i] = make_uint4(0, 0, 0, 0);
+    }
+    // Keeps the compiler from making floats of all weights before a loop over rows, for which there are no registers.
+    __device__ __forceinline__ void stay() {
+#pragma unroll
+        for (int i = 0; i < T::BYTES / 2; i++) asm volatile("" : "+r"(raw[i].x), "+r"(raw[i].y), "+r"(raw[i].z), "+r"(raw[i].w));
+    }
+    __device__ __forceinline__ float get(int i) const {
+        const uint4& v = raw[i * T::BYTES / 16];
+        const int at = i * T::BYTES % 16;
+        const uint32_t w = at / 4 == 0 ? v.x : at / 4 == 1 ? v.y : at / 4 == 2 ? v.z : v.w;
+        if constexpr (T::BYTES == 4) return __uint_as_float(w);
+        else if constexpr (T::HALF) return __half2float(__ushort_as_half(at % 4 ? w >> 16 : w & 0xffff));
+        else return __uint_as_float(at % 4 ? w & 0xffff0000u : w << 16);
+    }
+};
+
+// What the streams are updated with: mix (pre, post, comb) of each row and y, to which `terms` rows of `parts` a row are added, in
+// order and before y itself. With `iterations`, comb is where the rounds begin, and they are done here. With `early`, several launches
+// lie between the one that wrote mix and this one, so that it is there before the previous kernel has ended (see common.cuh).
+// Laid out as `UpdateArg` in kernels/src/cuda/streams.rs.
+struct Update {
+    const float* mix;
+    const float* y;
+    const float* parts;
+    int terms;
+    int iterations;
+    float eps;
+    int early;
+};
+
+constexpr int MAX_TERMS = 8;
+
+// Weights of the update of `rows` rows from `first` on to `out`, MIXES - STREAMS each (post, comb); a warp, at most 32 rows.
+__device__ __forceinline__ void load_mix(const Update& u, int first, int rows, float* out) {
+    const int lane = threadIdx.x & 31;
+    if (lane >= rows) return;
+    const float4* m = reinterpret_cast<const float4*>(u.mix + int64_t(first + lane) * MIXES) + 1;
+    float4* to = reinterpret_cast<float4*>(out + lane * (MIXES - STREAMS));
+    to[0] = __ldcg(m);
+    float v[STREAMS][STREAMS];
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) {
+        const float4 comb = __ldcg(m + 1 + k);
+        v[k][0] = comb.x, v[k][1] = comb.y, v[k][2] = comb.z, v[k][3] = comb.w;
+    }
+    if (u.iterations) sinkhorn(v, u.iterations, u.eps);
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) to[1 + k] = make_float4(v[k][0], v[k][1], v[k][2], v[k][3]);
+}
+
+// y of a column: the terms in order, then y itself.
+__device__ __forceinline__ float total(const float (&part)[MAX_TERMS], float y, int terms) {
+    if (terms == 0) return y;
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < MAX_TERMS; k++)
+        if (k < terms) sum = __fadd_rn(sum, part[k]);
+    return __fadd_rn(sum, y);
+}
+
+// S'[d] = post[d] * y + sum_s comb[s][d] * S[s]; `mix` is post, comb.
+__device__ __forceinline__ void update(float (&s)[STREAMS], float y, const float* mix) {
+    const float4* m = reinterpret_cast<const float4*>(mix);
+    const float4 post = m[0];
+    float v[STREAMS] = {__fmul_rn(post.x, y), __fmul_rn(post.y, y), __fmul_rn(post.z, y), __fmul_rn(post.w, y)};
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) {
+        const float4 comb = m[1 + k];
+        v[0] = __fmaf_rn(comb.x, s[k], v[0]);
+        v[1] = __fmaf_rn(comb.y, s[k], v[1]);
+        v[2] = __fmaf_rn(comb.z, s[k], v[2]);
+        v[3] = __fmaf_rn(comb.w, s[k], v[3]);
+    }
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) s[k] = v[k];
+}
+
+// Sums of four values over a warp; each in eight lanes: `a` in 0.., `b` in 16.., `c` in 8.., `d` in 24...
+__device__ __forceinline__ float four_sums(float a, float b, float c, float d) {
+    const int lane = threadIdx.x & 31;
+    const bool second = lane & 16, last = lane & 8;
+    const float ab = __fadd_rn(second ? b : a, __shfl_xor_sync(~0u, second ? a : b, 16));
+    const float cd = __fadd_rn(second ? d : c, __shfl_xor_sync(~0u, second ? c : d, 16));
+    float v = __fadd_rn(last ? cd : ab, __shfl_xor_sync(~0u, last ? ab : cd, 8));
+#pragma unroll
+    for (int m = 4; m > 0; m >>= 1) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, m));
+    return v;
+}
+
+// Columns of one stream in shared memory: even fours, then odd ones, so that lanes that read eight columns each meet in no bank.
+constexpr int ODD = SLICE / 2 + 16, STRIDE = SLICE + 32;
+__device__ __forceinline__ int place(int column) { return (column & 4 ? ODD : 0) + column / 8 * 4 + column % 4; }
+
+// A warp's weights: OUTS / WARPS outputs, of each stream eight columns a lane.
+template <class T, int OUTS>
+struct Weights {
+    static constexpr int PER = OUTS ? (OUTS + WARPS - 1) / WARPS : 0;
+    Eight<T> w[PER ? PER : 1][STREAMS];
+    __device__ __forceinline__ void load(const uint8_t* mixer, int width, int slice) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, at = slice * SLICE + 8 * lane;
+#pragma unroll
+        for (int p = 0; p < PER; p++)
+#pragma unroll
+            for (int s = 0; s < STREAMS; s++) {
+                const int o = warp * PER + p;
+                if (o < OUTS && at < width) w[p][s].load(mixer + (int64_t(o * STREAMS + s) * width + at) * T::BYTES);
+                else w[p][s].clear();
+            }
+    }
+    // Products of R rows' streams in shared memory with this warp's outputs, stream by stream; and with the sums of squares of this
+    // warp's own columns to `partial`.
+    template <int R>
+    __device__ __forceinline__ void products(const float* streams, const float (&squares)[R], int row, int rows, int slices, int slice, float* partial) {
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+        float sum[3][R];
+#pragma unroll
+        for (int p = 0; p < 3; p++)
+#pragma unroll
+            for (int r = 0; r < R; r++) sum[p][r] = 0.0f;
+#pragma unroll
+        for (int s = 0; s < STREAMS; s++) {
+            float x[R][8];
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                const float* all = streams + (r * STREAMS + s) * STRIDE;
+                const float4 a = *reinterpret_cast<const float4*>(all + 4 * lane), b = *reinterpret_cast<const float4*>(all + ODD + 4 * lane);
+                x[r][0] = a.x, x[r][1] = a.y, x[r][2] = a.z, x[r][3] = a.w, x[r][4] = b.x, x[r][5] = b.y, x[r][6] = b.z, x[r][7] = b.w;
+            }
+#pragma unroll
+            for (int p = 0; p < PER; p++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const float v = w[p][s].get(i);
+#pragma unroll
+                    for (int r = 0; r < R; r++) sum[p][r] = __fmaf_rn(v, x[r][i], sum[p][r]);
+                }
+        }
+        const int which = (lane >> 4) + (lane >> 3 & 1) * 2, o = which < 3 ? warp * PER + which : MIXES + warp;
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const float v = four_sums(sum[0][r], sum[1][r], sum[2][r], squares[r]);
+            if (lane % 8 == 0 && (which == 3 || (which < PER && o < OUTS)) && row + r < rows) partial[(int64_t(row + r) * slices + slice) * SUMS + o] = v;
+        }
+    }
+};
+
+__device__ __forceinline__ float square(const float (&s)[STREAMS]) {
+    float v = 0.0f;
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) v = __fmaf_rn(s[k], s[k], v);
+    return v;
+}
+
+// Updates the streams (with POST) and begins the products with OUTS rows of `mixer` (unless there are none). Blocks: (row, slice).
+template <class T, int OUTS, bool POST>
+__device__ __forceinline__ void mix_slice(const uint8_t* mixer, int width, int rows, const Update& u, float* state, float* partial) {
+    __shared__ float streams[OUTS ? STREAMS * STRIDE : 1];
+    __shared__ __align__(16) float mix[POST ? MIXES - STREAMS : 1];
+    const int slice = blockIdx.y, column = slice * SLICE + threadIdx.x, row = blockIdx.x;
+    Weights<T, OUTS> w;
+    w.load(mixer, width, slice);
+    if (POST && u.early && threadIdx.x < 32) load_mix(u, row, 1, mix);
+    after_previous();
+    const bool mine = column < width;
+    float s[STREAMS] = {0.0f, 0.0f, 0.0f, 0.0f}, y = 0.0f;
+    float* at = state + int64_t(row) * STREAMS * width + column;
+    if (mine) {
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) s[k] = at[k * width];
+        if constexpr (POST) {
+            float part[MAX_TERMS];
+            y = u.y[int64_t(row) * width + column];
+#pragma unroll
+            for (int k = 0; k < MAX_TERMS; k++)
+                if (k < u.terms) part[k] = u.parts[(int64_t(row) * u.terms + k) * width + column];
+            y = total(part, y, u.terms);
+        }
+    }
+    if constexpr (POST) {
+        if (!u.early && threadIdx.x < 32) load_mix(u, row, 1, mix);
+        __syncthreads();
+        update(s, y, mix);
+        if (mine)
+#pragma unroll
+            for (int k = 0; k < STREAMS; k++) at[k * width] = s[k];
+    }
+    if constexpr (OUTS > 0) {
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) streams[k * STRIDE + place(threadIdx.x)] = mine ? s[k] : 0.0f;
+        __syncthreads();
+        const float squares[1] = {mine ? square(s) : 0.0f};
+        w.template products<1>(streams, squares, row, rows, gridDim.y, slice, partial);
+    }
+}
+
+__device__ __forceinline__ void copy4(float* to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+}
+
+// As above for many rows: a block meets its weights, converted once for WIDE_ROWS of them, with `per_block` rows. A thread copies what
+// its column needs ahead into a ring of STAGES groups of rows in shared memory, and nobody else reads that.
+constexpr int WIDE_ROWS = 2, STAGES = 3, MOST_PER_BLOCK = 32;
+
+template <class T>
+__device__ __forceinline__ void mix_slice_wide(const uint8_t* mixer, int width, int rows, int per_block, const Update& u, float* state, float* partial, float* ring) {
+    __shared__ float streams[2][WIDE_ROWS * STREAMS * STRIDE];
+    __shared__ __align__(16) float mix[MOST_PER_BLOCK * (MIXES - STREAMS)];
+    const int slice = blockIdx.y, column = slice * SLICE + threadIdx.x, first = blockIdx.x * per_block, end = min(rows, first + per_block);
+    const int each = STREAMS + 1 + u.terms, groups = (end - first + WIDE_ROWS - 1) / WIDE_ROWS;
+    Weights<T, MIXES> w;
+    w.load(mixer, width, slice);
+    after_previous();
+    const bool mine = column < width;
+    // Rows past the end repeat the last one; nothing of them is written.
+    const auto start = [&](int group) {
+        if (mine && group < groups)
+#pragma unroll
+            for (int r = 0; r < WIDE_ROWS; r++) {
+                const int64_t row = min(first + group * WIDE_ROWS + r, end - 1);
+                float* to = ring + ((group % STAGES) * WIDE_ROWS + r) * each * SLICE + threadIdx.x;
+#pragma unroll
+                for (int k = 0; k < STREAMS; k++) copy4(to + k * SLICE, state + (row * STREAMS + k) * width + column);
+                copy4(to + STREAMS * SLICE, u.y + row * width + column);
+#pragma unroll
+                for (int k = 0; k < MAX_TERMS; k++)
+                    if (k < u.terms) copy4(to + (STREAMS + 1 + k) * SLICE, u.parts + (row * u.terms + k) * width + column);
+            }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) start(i);
+    if (threadIdx.x < 32) load_mix(u, first, end - first, mix);
+    __syncthreads();
+#pragma unroll 1
+    for (int g = 0; g < groups; g++) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        const int row = first + g * WIDE_ROWS;
+        float* all = streams[g & 1];
+        float squares[WIDE_ROWS];
+#pragma unroll
+        for (int r = 0; r < WIDE_ROWS; r++) {
+            const float* from = ring + ((g % STAGES) * WIDE_ROWS + r) * each * SLICE + threadIdx.x;
+            float s[STREAMS] = {0.0f, 0.0f, 0.0f, 0.0f};
+            if (mine) {
+                float part[MAX_TERMS];
+#pragma unroll
+                for (int k = 0; k < STREAMS; k++) s[k] = from[k * SLICE];
+#pragma unroll
+                for (int k = 0; k < MAX_TERMS; k++)
+                    if (k < u.terms) part[k] = from[(STREAMS + 1 + k) * SLICE];
+                update(s, total(part, from[STREAMS * SLICE], u.terms), mix + min(g * WIDE_ROWS + r, end - first - 1) * (MIXES - STREAMS));
+                if (row + r < end)
+#pragma unroll
+                    for (int k = 0; k < STREAMS; k++) state[(int64_t(row + r) * STREAMS + k) * width + column] = s[k];
+            }
+            squares[r] = square(s);
+#pragma unroll
+            for (int k = 0; k < STREAMS; k++) all[(r * STREAMS + k) * STRIDE + place(threadIdx.x)] = s[k];
+        }
+        start(g + STAGES - 1);
+#pragma unroll
+        for (int p = 0; p < Weights<T, MIXES>::PER; p++)
+#pragma unroll
+            for (int k = 0; k < STREAMS; k++) w.w[p][k].stay();
+        // Two buffers: who writes one again has passed the barrier after everybody's reads.
+        __syncthreads();
+        w.template products<WIDE_ROWS>(all, squares, row, end, gridDim.y, slice, partial);
+    }
+}
+
+// What `Eight` makes of a weight's type.
+struct MixF32 : F32 { static constexpr bool HALF = false; };
+struct MixF16 : F16 { static constexpr bool HALF = true; };
+struct MixBF16 : BF16 { static constexpr bool HALF = false; };
+
+#define MIX(NAME, T, OUTS, POST)                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const uint8_t* mixer, int width, int rows, Update u, float* state, float* partial) { \
+        mix_slice<T, OUTS, POST>(mixer, width, rows, u, state, partial);                                                            \
+    }
+#define MIX_ALL(T)                                                                                                                  \
+    MIX(streams_mix_##T, Mix##T, MIXES, false) MIX(streams_post_mix_##T, Mix##T, MIXES, true) MIX(streams_head_##T, Mix##T, STREAMS, false) \
+    extern "C" __global__ void __launch_bounds__(256, Mix##T::BYTES == 4 ? 1 : 2) streams_post_mix_wide_##T(const uint8_t* mixer, int width, int rows, int per_block, Update u, float* state, float* partial) { \
+        extern __shared__ float ring[];                                                                                             \
+        mix_slice_wide<Mix##T>(mixer, width, rows, per_block, u, state, partial, ring);                                             \
+    }
+MIX_ALL(F32) MIX_ALL(F16) MIX_ALL(BF16)
+MIX(streams_post, MixF32, 0, true)
+
+// What becomes of the products of one row's mixer.
+struct Finish {
+    const float* partial;
+    const float* scale;     // three, or the head's one
+    const float* base;
+    const float* weight;    // of the norm; without it x is the combination as it is
+    const float* state;
+    float* mix;             // null for a head; without iterations, comb is where the rounds begin
+    float* x;
+    Acts acts;              // null without splitting
+    int slices, width, iterations;
+    float eps, rms_eps, norm_eps;
+};
+
+// A block per row: a thread has eight columns, and one more warp at the end has the mixer's sums, gates and mixing weights. That
+// warp's rounds go on beside the norm, and nothing in the kernel waits for them.
+__device__ __forceinline__ void finish(const Finish& f) {
+    __shared__ float pre[STREAMS], part[32];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (blockDim.x >> 5) - 1, r = blockIdx.x;
+    if (warp == warps) {
+        const bool head = !f.mix;
+        const int n = head ? STREAMS : MIXES;
+        float scale = 0.0f, base = 0.0f;
+        if (lane < n) scale = f.scale[lane < STREAMS ? 0 : lane < 2 * STREAMS ? 1 : 2], base = f.base[lane];
+        after_previous();
+        const float* p = f.partial + int64_t(r) * f.slices * SUMS + lane;
+        float v = 0.0f;
+#pragma unroll 16
+        for (int i = 0; i < f.slices; i++) v = __fadd_rn(v, p[i * SUMS]);
+        float squares = v;
+#pragma unroll
+        for (int m = 4; m > 0; m >>= 1) squares = __fadd_rn(squares, __shfl_xor_sync(~0u, squares, m));
+        squares = __shfl_sync(~0u, squares, 31);
+        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, float(STREAMS * f.width)), f.rms_eps)));
+        const float raw = __fmaf_rn(__fmul_rn(v, inverse), scale, base), gate = gates(raw, f.eps);
+        if (lane < STREAMS) pre[lane] = gate;
+        __syncthreads();
+        if (!head) mixing_weights(gate, raw, f.iterations, f.eps, f.mix + int64_t(r) * MIXES);
+        return;
+    }
+    const int column = threadIdx.x * 8;
+    const bool mine = column < f.width;
+    float weight[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) weight[i] = 0.0f;
+    if (mine && f.weight) load8f(f.weight + column, weight);
+    after_previous();
+    float s[STREAMS][8];
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) {
+        if (mine) load8f(f.state + (int64_t(r) * STREAMS + k) * f.width + column, s[k]);
+        else
+#pragma unroll
+            for (int i = 0; i < 8; i++) s[k][i] = 0.0f;
+    }
+    __syncthreads();
+    float x[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        x[i] = 0.0f;
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) x[i] = __fmaf_rn(pre[k], s[k][i], x[i]);
+    }
+    float* out = f.x + int64_t(r) * f.width;
+    if (f.weight) norm_row(x, weight, f.width, warps, f.norm_eps, part, out, f.acts, int64_t(r) * warps);
+    else if (mine) store8f(out + column, x);
+}
+
+// For widths to 4096, two blocks a multiprocessor; and for wider ones.
+extern "C" __global__ void __launch_bounds__(544, 2) streams_finish(Finish f) { finish(f); }
+extern "C" __global__ void __launch_bounds__(1024) streams_finish_wide(Finish f) { finish(f); }
