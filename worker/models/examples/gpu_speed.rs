@@ -1,6 +1,6 @@
 //! Speed of a CUDA device: kernels at DeepSeek V4 Flash's shapes, and whole steps of a model of that shape with random weights.
 //!
-//! `gpu_speed kernels`, `gpu_speed model [LAYERS] [late]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random blocks, each layer's a device copy of its own (the host has one
+//! `gpu_speed kernels`, `gpu_speed sampling`, `gpu_speed model [LAYERS] [late]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random blocks, each layer's a device copy of its own (the host has one
 //! layer's bytes); every timing is between events of the device's stream, after a warm-up, over inputs that do not fit the cache.
 
 #[path = "parts/flash.rs"]
@@ -11,7 +11,7 @@ use std::time::Instant;
 use ds4_kernels::conformance::Random;
 use ds4_kernels::cuda::CudaDevice;
 use ds4_kernels::cuda::driver::Event;
-use ds4_kernels::ops::{Experts, KvNumerics, MoeOps, RouterParams};
+use ds4_kernels::ops::{Experts, KvNumerics, MoeOps, RouterParams, RowQuery};
 use ds4_kernels::{BatchPlan, Device, StateSpec, TensorSource, quant};
 use ds4_manifests::GgmlType;
 use ds4_models::Model;
@@ -186,7 +186,8 @@ fn model(d: &CudaDevice, layers: u64, prefill: bool, late: bool) {
             row.iter().all(|v| v.is_finite())
         );
     }
-    let all = [(1usize, 2048usize), (1, 8192), (4, 2048), (16, 2048)];
+    let mut drawn = Vec::new();
+    let all = [(1usize, 2048usize), (1, 8192), (1, 65_536), (4, 2048), (16, 2048)];
     // The same steps with each kernel started after the one before it has ended, for comparison.
     let late = if late { all.as_slice() } else { &[] };
     for (i, (banks_used, at)) in all.iter().chain(late).copied().enumerate() {
@@ -208,9 +209,9 @@ fn model(d: &CudaDevice, layers: u64, prefill: bool, late: bool) {
             }
             model.forward(d, &plan, &mut banks).unwrap();
             host.push(start.elapsed().as_secs_f64());
-            for b in 0..banks_used {
-                d.read(model.logits(), b, &mut row);
-            }
+            // As the engine asks for greedy requests.
+            let greedy = |row| RowQuery { row, best: 1, scale: None, draw: None, norm: false };
+            d.summarise(model.logits(), &(0..banks_used).map(greedy).collect::<Vec<_>>(), &mut drawn);
             let s = start.elapsed().as_secs_f64();
             best = best.min(s);
             all.push(s);
@@ -228,6 +229,39 @@ fn model(d: &CudaDevice, layers: u64, prefill: bool, late: bool) {
     }
 }
 
+/// What the sampler asks of rows of logits, and the rows themselves: times until the host has them.
+fn sampling(d: &CudaDevice) {
+    let mut rng = Random::new(5);
+    let vocab = 129_280;
+    let logits = activations(d, &mut rng, 16, vocab);
+    let (mut out, mut row) = (Vec::new(), Vec::new());
+    let host = |name: &str, rows: usize, run: &mut dyn FnMut()| {
+        let mut all: Vec<f64> = (0..40)
+            .map(|_| {
+                let start = Instant::now();
+                run();
+                start.elapsed().as_secs_f64() * 1e6
+            })
+            .collect();
+        all.sort_by(f64::total_cmp);
+        println!("{name:34} rows {rows:5}  {:9.1} us to the host", all[20]);
+    };
+    for rows in [1, 4, 16] {
+        for (name, best, scale, norm) in [
+            ("greedy", 1, None, false),
+            ("temperature 0.7", 1, Some(0.7f32.recip()), false),
+            ("top-k 40", 40, None, false),
+            ("top-p", 128, Some(1.0), false),
+            ("temperature 1 with log-probabilities", 20, Some(1.0), true),
+        ] {
+            let draw = scale.filter(|_| best < 100).map(|_| 0.37);
+            let queries: Vec<_> = (0..rows).map(|row| RowQuery { row, best, scale, draw, norm }).collect();
+            host(name, rows, &mut || d.summarise(&logits, &queries, &mut out));
+        }
+        host("whole rows", rows, &mut || (0..rows).for_each(|r| d.read(&logits, r, &mut row)));
+    }
+}
+
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let d = CudaDevice::open(0).unwrap_or_else(|e| {
@@ -237,6 +271,7 @@ fn main() {
     println!("{}", d.describe());
     match args.first().map(String::as_str) {
         Some("kernels") => kernels(&d),
+        Some("sampling") => sampling(&d),
         Some(kind @ ("model" | "decode")) => {
             model(
                 &d,
@@ -246,7 +281,7 @@ fn main() {
             );
         }
         other => {
-            eprintln!("{other:?}: kernels, model or decode");
+            eprintln!("{other:?}: kernels, sampling, model or decode");
             std::process::exit(1)
         }
     }
