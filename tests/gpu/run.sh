@@ -6,11 +6,15 @@
 # BINARIES has ds4, ds4-weight-owner and ds4-worker (built with `--features ds4-worker/cuda,ds4-weight-owner/cuda`) and, for the
 # part `device`, the example `gpu` of ds4-models (built with its feature `cuda`); stripped, they are small enough to carry. FIXTURES
 # is tests/fixtures. Parts, in the order given:
-#   device  conformance of every operation, and whole models against transformers (about half a minute)
+#   device  conformance of every operation, every family of `ds4 bench kernel`, single layers of each kind at the full Flash shape against
+#           the CPU, and whole models against transformers (about a minute)
 #   tiny    owner, workers and HTTP on the fixtures: the greedy tokens of a CPU worker, with graphs and without, alone and together;
 #           kills; 200 attaches
-#   small   the same on a synthetic model of 40 MB with the production geometry, and `ds4 bench restart`
-#   full    `ds4 bench restart` and `ds4 bench throughput` at the full Flash shape (80.8 GiB in tmpfs: some minutes; needs root)
+#   memory  the allocations of a worker refused one at a time (DS4_GPU_MEMORY_S seconds, 60)
+#   small   as tiny, on a synthetic model of 90 MB with the production geometry; SIGKILL in the middle of a prompt; guesses of a
+#           prediction block; `ds4 bench restart`
+#   full    the load, SIGKILL in the middle of a prompt, `ds4 bench throughput` (decode behind 2k, 8k and 64k: DS4_GPU_AT) and `ds4 bench
+#           restart` at the full Flash shape (80.8 GiB in tmpfs: some minutes; needs root)
 # Exit code 1 when a check failed; OUT.json says which.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
