@@ -2,18 +2,20 @@
 // kernels/src/cpu/matmul.rs.
 //
 // An activation x is scale * (hi + lo), two halves: scale is a power of two per row and chunk of 256 columns, which brings the chunk's
-// greatest value to 2^14..2^15, so that hi + lo have 22 bits of it and what is 2^-25 of the greatest still has some. Weights are halves
-// already, products are exact, and the tensor cores add them up in f32.
+// greatest value to 2^14..2^15, so that hi + lo have 22 bits of it, and of what is 2^-25 of the greatest still some. Weights are halves
+// already, products are exact, and the tensor cores add them up in f32 (they cut where a sum of floats would round: seen, an error of 7e-7
+// of a result, where a sum in f32 has 1e-7).
 //
 // The order is one for all kernels here. For each chunk: groups of 32 columns in order, each four steps of m16n8k16 into one
-// accumulator: hi with columns of the group that lie at 0..3 of their eight, hi with those at 4..7, then lo likewise. Chunks are then added in
-// order, each times its scale. Columns past the end are zeros. A step's column is a row of activations, and does not depend on the step's
-// other columns, so a row's results have the same bits in every kernel.
+// accumulator: hi of the columns that lie at 0..3 of their eight, hi of those at 4..7, then lo likewise. Chunks are then added in order,
+// each times its scale. Columns past the end are zeros. A row of a step's result does not depend on its other rows, so results have the
+// same bits in every kernel.
 //
-// Lane 4 * g + t feeds eight neighbouring columns, 8t..8t+7 of a group: 16 bytes of a weight's row and of an activation's.
+// Activations are the 16 rows of a step, eight weights its columns. Lane 4 * g + t feeds what lies at 8t..8t+7 of a group: of weight g
+// 16 bytes as they lie in memory, of activation rows g and g + 8 what `dense_split` has put side by side.
 #include "common.cuh"
 
-constexpr int CHUNK = 256, GROUP = 32;
+constexpr int CHUNK = 256, GROUP = 32, GROUPS = CHUNK / GROUP;
 constexpr int MOST = 8;
 
 // Weights that share their inputs; laid out as `GroupArg` in kernels/src/cuda/products.rs.
@@ -46,12 +48,6 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The two steps of a group with one half of the activations: rows g and g + 8 of the weights, row g of the activations.
-__device__ __forceinline__ void two_steps(float (&c)[4], const uint4& a, const uint4& b, const uint4& x) {
-    mma(c, a.x, b.x, a.y, b.y, x.x, x.y);
-    mma(c, a.z, b.z, a.w, b.w, x.z, x.w);
-}
-
 // 2^k that brings values of at most `most` below 2^15, for finite `most`, and 2^-k.
 __device__ __forceinline__ void scales(float most, float& up, float& down) {
     const int k = min(14 - (int(__float_as_uint(most) >> 23) - 127), 126);
@@ -80,135 +76,214 @@ __device__ __forceinline__ float most8(const float4& a, const float4& b) {
     return fmaxf(fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(a.z), fabsf(a.w))), fmaxf(fmaxf(fabsf(b.x), fabsf(b.y)), fmaxf(fabsf(b.z), fabsf(b.w))));
 }
 
-// ---- few rows: the activations are split where they are used ----
+// Eight floats at `p` where there are any.
+__device__ __forceinline__ void load8(const float* p, bool is, float4& a, float4& b) {
+    a = b = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (is) a = reinterpret_cast<const float4*>(p)[0], b = reinterpret_cast<const float4*>(p)[1];
+}
+
+// As load8, for kernels that may run beside the one before them: only waiting is known to clear the first-level cache.
+__device__ __forceinline__ void load8_beside(const float* p, bool is, float4& a, float4& b) {
+    a = b = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (is) a = __ldcg(reinterpret_cast<const float4*>(p)), b = __ldcg(reinterpret_cast<const float4*>(p) + 1);
+}
 
 // Weights are read once, and may be fetched before the kernel before has ended; a volatile load stays where it is.
-__device__ __forceinline__ uint4 weights(const __half* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+__device__ __forceinline__ uint4 weights(const __half* p, bool is) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (is) asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
 
-// 8 * NT rows from blockIdx.y on, 16 outputs per blockDim.z; a warp has one of `blockDim.y` chunks at a time. Dynamic shared memory: `Sums`
-// for every chunk and blockDim.z.
-template <int NT>
+// What a warp found for a chunk of `8 * NB` outputs and `8 * HALVES` rows.
+template <int NB, int HALVES>
 struct Sums {
-    float acc[NT][4][32];
-    float scale[NT][8];
+    float acc[NB][2 * HALVES][32];
 };
 
-template <int NT>
-__device__ __forceinline__ void few(const Members& m, const float* x, int x_stride, int rows) {
-    extern __shared__ uint4 shared[];
-    Sums<NT>* sums = reinterpret_cast<Sums<NT>*>(shared);
-    const int lane = threadIdx.x, g = lane >> 2, t = lane & 3, cols = m.cols, chunks = (cols + CHUNK - 1) / CHUNK;
-    int tile = blockIdx.x;
-    const int which = member_of(m, 16 * blockDim.z, tile), outputs = m.outputs[which];
-    const int o0 = (tile * blockDim.z + threadIdx.z) * 16;
-    const __half* wa = m.all[which].w + int64_t(min(o0 + g, outputs - 1)) * cols;
-    const __half* wb = m.all[which].w + int64_t(min(o0 + g + 8, outputs - 1)) * cols;
-    bool waited = false;
-    for (int c = threadIdx.y; c < chunks; c += blockDim.y) {
-        uint4 a[CHUNK / GROUP], b[CHUNK / GROUP];
-#pragma unroll
-        for (int i = 0; i < CHUNK / GROUP; i++) {
-            const int k = c * CHUNK + i * GROUP + 8 * t;
-            a[i] = k < cols ? weights(wa + k) : make_uint4(0, 0, 0, 0);
-            b[i] = k < cols ? weights(wb + k) : make_uint4(0, 0, 0, 0);
-        }
-        if (!waited) after_previous();
-        waited = true;
-        Sums<NT>& to = sums[threadIdx.z * chunks + c];
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const int row = (blockIdx.y * NT + n) * 8 + g;
-            const float* in = x + int64_t(row) * x_stride + c * CHUNK + 8 * t;
-            const int left = row < rows ? cols - c * CHUNK - 8 * t : 0;
-            const float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            float most = 0.0f;
-            // Not all at once: the weights have half of the registers.
-#pragma unroll 4
-            for (int i = 0; i < CHUNK / GROUP; i++)
-                if (i * GROUP < left) {
-                    const float4* p = reinterpret_cast<const float4*>(in + i * GROUP);
-                    most = fmaxf(most, most8(p[0], p[1]));
-                }
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            float up, down;
-            scales(most, up, down);
-            float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-            for (int i = 0; i < CHUNK / GROUP; i++) {
-                if (c * CHUNK + i * GROUP >= cols) break;
-                const float4* p = reinterpret_cast<const float4*>(in + i * GROUP);
-                float4 v = zero, u = zero;
-                if (i * GROUP < left) v = p[0], u = p[1];
-                uint4 hi, lo;
-                split8(v, u, up, hi, lo);
-                two_steps(acc, a[i], b[i], hi);
-                two_steps(acc, a[i], b[i], lo);
-            }
-#pragma unroll
-            for (int k = 0; k < 4; k++) to.acc[n][k][lane] = acc[k];
-            if (t == 0) to.scale[n][g] = down;
-        }
-    }
-    if (!waited) after_previous();
-    __syncthreads();
-    // acc[k] of lane 4 * g + t is output g + 8 * (k / 2) of row 2 * t + k % 2.
-    const int in_slice = threadIdx.y * 32 + lane;
-    for (int i = in_slice; i < NT * 128; i += blockDim.y * 32) {
-        const int n = i / 128, r = i / 16 % 8, out = i % 16, o = o0 + out, row = (blockIdx.y * NT + n) * 8 + r;
+// Adds up the chunks in order. acc[.][k] of lane 4 * g + t is output 2 * t + k % 2 of row g + 8 * (k / 2).
+template <int NB, int HALVES, class Scale>
+__device__ __forceinline__ void add_up(const Sums<NB, HALVES>* sums, int chunks, Scale scale, int o0, int outputs, int row0, int rows, float* out) {
+    for (int i = threadIdx.y * 32 + threadIdx.x; i < 64 * NB * HALVES; i += blockDim.y * 32) {
+        const int r = i / (8 * NB), n = i % (8 * NB), o = o0 + n, row = row0 + r;
         if (o >= outputs || row >= rows) continue;
-        const int k = out / 8 * 2 + r % 2, at = out % 8 * 4 + r / 2;
+        const int k = r / 8 * 2 + n % 2, at = r % 8 * 4 + n % 8 / 2;
         float v = 0.0f;
-        for (int c = 0; c < chunks; c++) {
-            const Sums<NT>& s = sums[threadIdx.z * chunks + c];
-            v = __fmaf_rn(s.scale[n][r], s.acc[n][k][at], v);
-        }
-        m.all[which].out[int64_t(row) * outputs + o] = v;
+#pragma unroll 8
+        for (int c = 0; c < chunks; c++) v = __fmaf_rn(scale(c, r), sums[c].acc[n / 8][k][at], v);
+        out[int64_t(row) * outputs + o] = v;
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512) dense_few_1(Members m, const float* x, int x_stride, int rows) { few<1>(m, x, x_stride, rows); }
-extern "C" __global__ void __launch_bounds__(512) dense_few_2(Members m, const float* x, int x_stride, int rows) { few<2>(m, x, x_stride, rows); }
+// ---- up to 8 rows: a warp splits the activations of its chunk ----
+//
+// `few` and `dense_some` may run beside the kernel before them: what they read was written by the one before that, or earlier (see
+// `after_previous`). Their sums are done when they wait. After a product of 6 MB, compressors of 21 MB cost 6.3 us instead of 10.8.
 
-// ---- many rows: activations split once, tiles through shared memory ----
-
-// A warp per chunk of a row. hi and lo: [rows][cols, up to a whole group]; scale: [chunks][rows].
-extern "C" __global__ void __launch_bounds__(256) dense_split(const float* x, int x_stride, int cols, int rows, uint4* hi, uint4* lo, float* scale) {
-    after_previous();
-    const int lane = threadIdx.x & 31, chunks = (cols + CHUNK - 1) / CHUNK, stride = (cols + GROUP - 1) / GROUP * 4;
-    const int64_t at = int64_t(blockIdx.x) * 8 + (threadIdx.x >> 5);
-    if (at >= int64_t(rows) * chunks) return;
-    const int row = int(at / chunks), c = int(at % chunks), k = c * CHUNK + 8 * lane;
-    float4 a = make_float4(0.0f, 0.0f, 0.0f, 0.0f), b = a;
-    if (k < cols) {
-        const float4* p = reinterpret_cast<const float4*>(x + int64_t(row) * x_stride + k);
-        a = p[0], b = p[1];
+// A block has 8 * NB outputs for each of its blockDim.z slices, whose blockDim.y warps have every blockDim.y-th chunk. Dynamic shared memory: for each slice the sums and 8 scales of every chunk; then for each warp 64 * rows pieces.
+template <int NB>
+__device__ __forceinline__ void few(const Members& m, const float* x, int x_stride, int rows, bool beside) {
+    extern __shared__ uint4 shared[];
+    const int lane = threadIdx.x, g = lane >> 2, t = lane & 3, cols = m.cols, chunks = (cols + CHUNK - 1) / CHUNK;
+    Sums<NB, 1>* sums = reinterpret_cast<Sums<NB, 1>*>(shared);
+    float* scale = reinterpret_cast<float*>(sums + blockDim.z * chunks);
+    uint4* pieces = reinterpret_cast<uint4*>(scale + blockDim.z * chunks * 8) + (threadIdx.z * blockDim.y + threadIdx.y) * 64 * rows;
+    sums += threadIdx.z * chunks, scale += threadIdx.z * chunks * 8;
+    int tile = blockIdx.x;
+    const int which = member_of(m, 8 * NB * blockDim.z, tile), outputs = m.outputs[which];
+    const int o0 = (tile * blockDim.z + threadIdx.z) * 8 * NB;
+    const __half* from[NB];
+#pragma unroll
+    for (int n = 0; n < NB; n++) from[n] = m.all[which].w + int64_t(min(o0 + 8 * n + g, outputs - 1)) * cols + 8 * t;
+    // Rows that do not exist are the last one again: nothing of them is kept.
+    const uint4* mine = pieces + min(g, rows - 1) * 4 + t;
+    bool waited = false;
+    for (int c = threadIdx.y; c < chunks; c += blockDim.y) {
+        uint4 w[NB][GROUPS];
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+            for (int n = 0; n < NB; n++) w[n][i] = weights(from[n] + c * CHUNK + i * GROUP, c * CHUNK + i * GROUP + 8 * t < cols);
+        if (!waited && !beside) after_previous();
+        waited = true;
+        const int k = c * CHUNK + 8 * lane;
+        for (int r = 0; r < rows; r += 2) {
+            float4 v[2][2];
+#pragma unroll
+            for (int q = 0; q < 2; q++) load8_beside(x + int64_t(r + q) * x_stride + k, r + q < rows && k < cols, v[q][0], v[q][1]);
+#pragma unroll
+            for (int q = 0; q < 2; q++) {
+                if (r + q >= rows) break;
+                float up, down;
+                scales(warp_max(most8(v[q][0], v[q][1])), up, down);
+                uint4* to = pieces + (lane >> 2) * 4 * rows + (r + q) * 4 + t;
+                split8(v[q][0], v[q][1], up, to[0], to[32 * rows]);
+                if (lane == 0) scale[c * 8 + r + q] = down;
+            }
+        }
+        __syncwarp();
+        float acc[NB][4];
+#pragma unroll
+        for (int n = 0; n < NB; n++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) acc[n][q] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            if (c * CHUNK + i * GROUP >= cols) break;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint4 a = mine[(half * 8 + i) * 4 * rows];
+#pragma unroll
+                for (int n = 0; n < NB; n++) mma(acc[n], a.x, 0, a.y, 0, w[n][i].x, w[n][i].y);
+#pragma unroll
+                for (int n = 0; n < NB; n++) mma(acc[n], a.z, 0, a.w, 0, w[n][i].z, w[n][i].w);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < NB; n++)
+#pragma unroll
+            for (int q = 0; q < 2; q++) sums[c].acc[n][q][lane] = acc[n][q];
+        __syncwarp();
     }
+    if (!waited || beside) after_previous();
+    __syncthreads();
+    add_up<NB, 1>(sums, chunks, [&](int c, int r) { return scale[c * 8 + r]; }, o0, outputs, 0, rows, m.all[which].out);
+}
+
+#define FEW(NB)                                                                                                        \
+    extern "C" __global__ void __launch_bounds__(512) dense_few_##NB(Members m, const float* x, int x_stride, int rows, int beside) { \
+        few<NB>(m, x, x_stride, rows, beside);                                                                                     \
+    }
+FEW(2)
+FEW(1)
+
+// ---- more rows: activations split once ----
+
+// A block has a chunk of 16 rows, a warp one of them. pieces: [16 rows][groups][hi or lo][step][lane]; scale: [16 rows][chunks][row]. Rows
+// that do not exist are zeros.
+extern "C" __global__ void __launch_bounds__(512) dense_split(const float* x, int x_stride, int cols, int rows, uint4* pieces, float* scale) {
+    after_previous();
+    __shared__ uint4 part[2][GROUPS][16 * 4 + 4];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
+    const int c = blockIdx.x, tile = blockIdx.y, chunks = (cols + CHUNK - 1) / CHUNK, groups = (cols + GROUP - 1) / GROUP;
+    const int row = tile * 16 + warp, k = c * CHUNK + 8 * lane;
+    float4 a, b;
+    load8(x + int64_t(row) * x_stride + k, row < rows && k < cols, a, b);
     float up, down;
     scales(warp_max(most8(a, b)), up, down);
-    uint4 h, l;
-    split8(a, b, up, h, l);
-    if (k / 8 < stride) {
-        hi[int64_t(row) * stride + k / 8] = h;
-        lo[int64_t(row) * stride + k / 8] = l;
+    split8(a, b, up, part[0][g][warp * 4 + t], part[1][g][warp * 4 + t]);
+    if (lane == 0) scale[(int64_t(tile) * chunks + c) * 16 + warp] = down;
+    __syncthreads();
+    const int group = warp >> 1, half = warp & 1;
+    if (c * GROUPS + group >= groups) return;
+    const uint4 p = part[half][group][g * 4 + t], q = part[half][group][(g + 8) * 4 + t];
+    uint4* to = pieces + (int64_t(tile) * groups + c * GROUPS + group) * 128 + half * 64 + lane;
+    to[0] = make_uint4(p.x, q.x, p.y, q.y);
+    to[32] = make_uint4(p.z, q.z, p.w, q.w);
+}
+
+// 16 rows a block, each weight read once for them: as `few`.
+extern "C" __global__ void __launch_bounds__(512) dense_some(Members m, const uint4* pieces, const float* scale, int rows, int beside) {
+    constexpr int NB = 2;
+    extern __shared__ uint4 shared[];
+    const int lane = threadIdx.x, g = lane >> 2, t = lane & 3, cols = m.cols;
+    const int chunks = (cols + CHUNK - 1) / CHUNK, groups = (cols + GROUP - 1) / GROUP;
+    Sums<NB, 2>* sums = reinterpret_cast<Sums<NB, 2>*>(shared) + threadIdx.z * chunks;
+    int tile = blockIdx.x;
+    const int which = member_of(m, 8 * NB * blockDim.z, tile), outputs = m.outputs[which];
+    const int o0 = (tile * blockDim.z + threadIdx.z) * 8 * NB;
+    const __half* from[NB];
+#pragma unroll
+    for (int n = 0; n < NB; n++) from[n] = m.all[which].w + int64_t(min(o0 + 8 * n + g, outputs - 1)) * cols + 8 * t;
+    bool waited = false;
+    for (int c = threadIdx.y; c < chunks; c += blockDim.y) {
+        uint4 w[NB][GROUPS];
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++)
+#pragma unroll
+            for (int n = 0; n < NB; n++) w[n][i] = weights(from[n] + c * CHUNK + i * GROUP, c * CHUNK + i * GROUP + 8 * t < cols);
+        if (!waited && !beside) after_previous();
+        waited = true;
+        const uint4* in = pieces + (int64_t(blockIdx.y) * groups + c * GROUPS) * 128 + lane;
+        float acc[NB][4];
+#pragma unroll
+        for (int n = 0; n < NB; n++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) acc[n][q] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+            if (c * GROUPS + i >= groups) break;
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint4 a = __ldcg(in + i * 128 + half * 64), b = __ldcg(in + i * 128 + half * 64 + 32);
+#pragma unroll
+                for (int n = 0; n < NB; n++) mma(acc[n], a.x, a.y, a.z, a.w, w[n][i].x, w[n][i].y);
+#pragma unroll
+                for (int n = 0; n < NB; n++) mma(acc[n], b.x, b.y, b.z, b.w, w[n][i].z, w[n][i].w);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < NB; n++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) sums[c].acc[n][q][lane] = acc[n][q];
     }
-    if (lane == 0) scale[int64_t(c) * rows + row] = down;
+    if (!waited || beside) after_previous();
+    __syncthreads();
+    const float* by = scale + int64_t(blockIdx.y) * chunks * 16;
+    add_up<NB, 2>(sums, chunks, [&](int c, int r) { return __ldcg(by + c * 16 + r); }, o0, outputs, blockIdx.y * 16, rows, m.all[which].out);
 }
 
 __device__ __forceinline__ void copy16(void* to, const void* from, bool is) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(is ? 16 : 0) : "memory");
 }
 
-// A block has OUTS outputs of ROWS rows, a warp 16 * MT of 8 * NT of them; STAGES groups of columns are in shared memory or on their way.
-template <int OUTS, int ROWS, int MT, int NT, int STAGES>
-__device__ __forceinline__ void many(const Members& m, const uint4* hi, const uint4* lo, const float* scale, int rows) {
-    constexpr int WARPS_M = OUTS / (16 * MT), WARPS_N = ROWS / (8 * NT), THREADS = 32 * WARPS_M * WARPS_N;
-    constexpr int STAGE = 4 * (OUTS + 2 * ROWS);
-    static_assert(OUTS * 4 % THREADS == 0 && ROWS * 4 % THREADS == 0, "whole copies");
+// A block has ROWS rows and OUTS outputs, a warp 16 * MT by 8 * NT of them. STAGES groups of columns are in shared memory or on their way;
+// pieces and scales of a whole block of rows exist, whatever is in those past the end.
+template <int ROWS, int OUTS, int MT, int NT, int STAGES>
+__device__ __forceinline__ void many(const Members& m, const uint4* pieces, const float* scale, int rows) {
+    constexpr int WARPS_R = ROWS / (16 * MT), WARPS_O = OUTS / (8 * NT), THREADS = 32 * WARPS_R * WARPS_O;
+    constexpr int STAGE = 4 * OUTS + 8 * ROWS;
+    static_assert(OUTS * 4 % THREADS == 0 && ROWS * 8 % THREADS == 0, "whole copies");
     extern __shared__ uint4 shared[];
     after_previous();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
@@ -216,107 +291,121 @@ __device__ __forceinline__ void many(const Members& m, const uint4* hi, const ui
     int tile = blockIdx.x;
     const int which = member_of(m, OUTS, tile), outputs = m.outputs[which];
     const int o0 = tile * OUTS, r0 = blockIdx.y * ROWS;
-    const __half* w = m.all[which].w;
 
-    // Thread i copies piece i % 4 of rows i / 4, i / 4 + THREADS / 4, ...
-    const int piece = threadIdx.x & 3, first = threadIdx.x >> 2;
-    auto fetch = [&](int group) {
-        if (group < groups) {
-            uint4* to = shared + group % STAGES * STAGE + threadIdx.x;
-            const int k = group * GROUP + 8 * piece;
+    // Thread i copies piece i % 4 of weights i / 4, i / 4 + THREADS / 4, ...
+    const __half* w[OUTS * 4 / THREADS];
 #pragma unroll
-            for (int i = 0; i < OUTS * 4 / THREADS; i++)
-                copy16(to + i * THREADS, w + int64_t(min(o0 + first + i * (THREADS / 4), outputs - 1)) * cols + min(k, cols - 8), k < cols);
+    for (int i = 0; i < OUTS * 4 / THREADS; i++)
+        w[i] = m.all[which].w + int64_t(min(o0 + int(threadIdx.x >> 2) + i * (THREADS / 4), outputs - 1)) * cols + 8 * (threadIdx.x & 3);
+    pieces += int64_t(r0 / 16) * groups * 128;
+    int next = 0;
+    auto fetch = [&]() {
+        if (next < groups) {
+            uint4* to = shared + next % STAGES * STAGE + threadIdx.x;
+            const bool is = next * GROUP + 8 * (threadIdx.x & 3) < cols;
 #pragma unroll
-            for (int i = 0; i < ROWS * 4 / THREADS; i++) {
-                const int64_t at = int64_t(min(r0 + first + i * (THREADS / 4), rows - 1)) * (groups * 4) + group * 4 + piece;
-                copy16(to + OUTS * 4 + i * THREADS, hi + at, true);
-                copy16(to + OUTS * 4 + ROWS * 4 + i * THREADS, lo + at, true);
+            for (int i = 0; i < OUTS * 4 / THREADS; i++) copy16(to + i * THREADS, w[i] + (is ? next * GROUP : 0), is);
+#pragma unroll
+            for (int i = 0; i < ROWS * 8 / THREADS; i++) {
+                const int at = i * THREADS + threadIdx.x;
+                copy16(to + OUTS * 4 + i * THREADS, pieces + (at / 128 * groups + next) * 128 + at % 128, true);
             }
         }
+        next++;
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) fetch(i);
+    for (int i = 0; i < STAGES; i++) fetch();
 
-    const int wm = warp % WARPS_M * 16 * MT, wn = warp / WARPS_M * 8 * NT;
-    float sum[MT][NT][4];
+    const int wr = warp % WARPS_R * 16 * MT, wo = warp / WARPS_R * 8 * NT;
+    const uint4* mine_b = shared + 4 * wo + lane;
+    const uint4* mine_a = shared + 4 * OUTS + 8 * wr + lane;
+    const float* by = scale + (int64_t(r0 + wr) / 16 * chunks) * 16 + g;
+    float sum[MT][NT][4], acc[MT][NT][4], down[MT][2];
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int k = 0; k < 4; k++) sum[i][n][k] = 0.0f;
-
-    for (int c = 0; c < chunks; c++) {
-        float by[NT][2];
+            for (int k = 0; k < 4; k++) sum[i][n][k] = acc[i][n][k] = 0.0f;
+    uint4 b0[NT], b1[NT], a[2][MT];
+    auto load_a = [&](uint4(&to)[MT], int group, int phase) {
 #pragma unroll
-        for (int n = 0; n < NT; n++)
+        for (int i = 0; i < MT; i++) to[i] = mine_a[group % STAGES * STAGE + i * 128 + phase * 32];
+    };
+    auto load_b = [&](uint4(&to)[NT], int group) {
 #pragma unroll
-            for (int k = 0; k < 2; k++) by[n][k] = scale[int64_t(c) * rows + min(r0 + wn + 8 * n + 2 * t + k, rows - 1)];
-        float acc[MT][NT][4];
+        for (int n = 0; n < NT; n++) to[n] = mine_b[group % STAGES * STAGE + n * 32];
+    };
+    // One group: its weights are in `b`, its first activations in a[0]; those of the next group are fetched before its last step, so
+    // that no step waits for shared memory.
+    auto stage = [&](int group, const uint4(&b)[NT], uint4(&b_next)[NT]) {
 #pragma unroll
-        for (int i = 0; i < MT; i++)
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int k = 0; k < 4; k++) acc[i][n][k] = 0.0f;
-        const int end = min(groups, (c + 1) * (CHUNK / GROUP));
-#pragma unroll 1
-        for (int group = c * (CHUNK / GROUP); group < end; group++) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-            __syncthreads();
-            fetch(group + STAGES - 1);
-            const uint4* from = shared + group % STAGES * STAGE + lane;
-            uint4 a[MT][2], b[NT];
-#pragma unroll
-            for (int i = 0; i < MT; i++) a[i][0] = from[4 * (wm + 16 * i)], a[i][1] = from[4 * (wm + 16 * i + 8)];
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-#pragma unroll
-                for (int n = 0; n < NT; n++) b[n] = from[4 * (OUTS + half * ROWS + wn + 8 * n)];
-#pragma unroll
-                for (int i = 0; i < MT; i++)
-#pragma unroll
-                    for (int n = 0; n < NT; n++) mma(acc[i][n], a[i][0].x, a[i][1].x, a[i][0].y, a[i][1].y, b[n].x, b[n].y);
-#pragma unroll
-                for (int i = 0; i < MT; i++)
-#pragma unroll
-                    for (int n = 0; n < NT; n++) mma(acc[i][n], a[i][0].z, a[i][1].z, a[i][0].w, a[i][1].w, b[n].z, b[n].w);
+        for (int phase = 0; phase < 4; phase++) {
+            if (phase < 3) {
+                load_a(a[(phase + 1) & 1], group, phase + 1);
+            } else {
+                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+                __syncthreads();
+                fetch();
+                load_b(b_next, group + 1);
+                load_a(a[0], group + 1, 0);
             }
+            const uint4(&x)[MT] = a[phase & 1];
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+                    if (phase & 1)
+                        mma(acc[i][n], x[i].x, x[i].y, x[i].z, x[i].w, b[n].z, b[n].w);
+                    else
+                        mma(acc[i][n], x[i].x, x[i].y, x[i].z, x[i].w, b[n].x, b[n].y);
         }
+    };
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    __syncthreads();
+    load_b(b0, 0);
+    load_a(a[0], 0, 0);
+#pragma unroll 1
+    for (int group = 0; group < groups; group += 2) {
+        if (group % GROUPS == 0)
 #pragma unroll
-        for (int i = 0; i < MT; i++)
+            for (int i = 0; i < MT; i++)
 #pragma unroll
-            for (int n = 0; n < NT; n++)
+                for (int h = 0; h < 2; h++) down[i][h] = by[(i * chunks + group / GROUPS) * 16 + 8 * h];
+        stage(group, b0, b1);
+        if (group + 1 < groups) stage(group + 1, b1, b0);
+        if (group % GROUPS == GROUPS - 2 || group + 2 >= groups)
 #pragma unroll
-                for (int k = 0; k < 4; k++) sum[i][n][k] = __fmaf_rn(by[n][k & 1], acc[i][n][k], sum[i][n][k]);
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int k = 0; k < 4; k++) sum[i][n][k] = __fmaf_rn(down[i][k >> 1], acc[i][n][k], sum[i][n][k]), acc[i][n][k] = 0.0f;
     }
     float* out = m.all[which].out;
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int i = 0; i < MT; i++)
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const int row = r0 + wn + 8 * n + 2 * t + (k & 1);
+        for (int h = 0; h < 2; h++) {
+            const int row = r0 + wr + 16 * i + 8 * h + g;
             if (row < rows)
 #pragma unroll
-                for (int i = 0; i < MT; i++) {
-                    const int o = o0 + wm + 16 * i + g + (k >> 1) * 8;
-                    if (o < outputs) out[int64_t(row) * outputs + o] = sum[i][n][k];
-                }
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int k = 0; k < 2; k++) {
+                        const int o = o0 + wo + 8 * n + 2 * t + k;
+                        if (o < outputs) out[int64_t(row) * outputs + o] = sum[i][n][2 * h + k];
+                    }
         }
 }
 
-#define MANY(OUTS, ROWS, MT, NT, STAGES, BLOCKS)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(OUTS* ROWS / (4 * MT * NT), BLOCKS)                                                    \
-        dense_many_##OUTS##_##ROWS(Members m, const uint4* hi, const uint4* lo, const float* scale, int rows) {                         \
-        many<OUTS, ROWS, MT, NT, STAGES>(m, hi, lo, scale, rows);                                                                       \
+#define MANY(ROWS, OUTS, MT, NT, STAGES, BLOCKS)                                                                      \
+    extern "C" __global__ void __launch_bounds__(ROWS* OUTS / (4 * MT * NT), BLOCKS)                                  \
+        dense_many_##ROWS##_##OUTS(Members m, const uint4* pieces, const float* scale, int rows) {                   \
+        many<ROWS, OUTS, MT, NT, STAGES>(m, pieces, scale, rows);                                                    \
     }
-MANY(128, 128, 4, 4, 4, 1)
+// By how much a launch has to do: shared memory of two blocks of the largest on a multiprocessor of 228 KiB, of one on sm_121.
+MANY(64, 128, 2, 8, 3, 2)
 MANY(64, 64, 2, 4, 4, 3)
-#ifdef DENSE_TRIALS
-MANY(128, 64, 4, 4, 4, 2)
-MANY(64, 32, 2, 2, 4, 4)
-MANY(64, 128, 2, 4, 4, 1)
-MANY(32, 64, 2, 2, 4, 4)
-#endif
+MANY(32, 32, 1, 4, 4, 4)

@@ -209,15 +209,18 @@ impl Device for CudaDevice {
             assert_eq!(w.rows, out.width(), "{}: output of another width", w.name);
         }
         // Weights that have the same kernels go into one launch, wherever they are in the group.
-        let kind = |w: &CudaWeight| (!w.is_tiled(), !w.is_tiled() && !products::fits(w));
-        group.sort_by_key(|(w, _)| kind(w));
-        for part in group.chunk_by_mut(|a, b| kind(a.0) == kind(b.0)) {
-            match kind(part[0].0) {
-                (false, _) => quantized::matmul(self, x, part),
-                (true, false) => products::matmul(self, x, part),
-                (true, true) => part.iter_mut().for_each(|(w, out)| dense::matmul(self, x, w, 1, out)),
-            }
+        group.sort_by_key(|(w, _)| (!w.is_tiled(), !w.is_tiled() && !products::fits(w)));
+        let tiled = group.partition_point(|(w, _)| w.is_tiled());
+        let (tiled, others) = group.split_at_mut(tiled);
+        let halves = others.partition_point(|(w, _)| products::fits(w));
+        let (halves, others) = others.split_at_mut(halves);
+        let beside = !tiled.is_empty();
+        let prepared = products::prepare(self, x, halves, beside);
+        if beside {
+            quantized::matmul(self, x, tiled);
         }
+        products::matmul(self, x, halves, &prepared, beside);
+        others.iter_mut().for_each(|(w, out)| dense::matmul(self, x, w, 1, out));
     }
 
     fn rope(&self, step: &CudaStep, rope: &Rope, head_dim: usize, x: &mut CudaBuffer) {

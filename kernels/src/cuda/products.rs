@@ -13,11 +13,12 @@ const CHUNK: usize = 256;
 const GROUP: usize = 32;
 /// Weights of one launch (`MOST` in dense.cu).
 const MOST: usize = 8;
-/// Stages of the kernels for many rows (`MANY` in dense.cu).
-const STAGES: usize = 4;
-/// Most rows of a kernel that splits activations where it uses them.
-const FEW: usize = 32;
-/// Most bytes of sums that one of its blocks keeps.
+/// Rows of a tile of split activations, and the most rows of a block of a kernel.
+const TILE: usize = 16;
+const BLOCK: usize = 64;
+/// Most rows of the kernel that splits activations where it uses them: with more, a launch that does it for all blocks costs less.
+const FEW: usize = 4;
+/// Most bytes of shared memory for sums.
 const MOST_SUMS: usize = 64 * 1024;
 
 /// `Members` in dense.cu.
@@ -34,8 +35,7 @@ kernel_args!(GroupArg);
 /// Device memory for activations in two halves.
 #[derive(Debug, Default)]
 pub(super) struct Halves {
-    hi: Growable,
-    lo: Growable,
+    pieces: Growable,
     scale: Growable,
 }
 
@@ -51,95 +51,148 @@ fn has_kernel(ty: GgmlType, cols: usize) -> bool {
 /// How a product is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
-    /// Rows by `8 * tiles`, 16 outputs for each of `slices`, whose chunks `warps` warps share.
-    Few { tiles: usize, warps: usize, slices: usize },
-    /// Blocks of `outputs` by `rows` after a kernel that splits the activations.
-    Many { outputs: usize, rows: usize, threads: u32 },
+    /// All rows, `8 * columns` outputs for each of `slices`, whose chunks `warps` warps share.
+    Few { columns: usize, warps: usize, slices: usize },
+    /// 16 rows, 16 outputs for each of `slices`, after a kernel that splits the activations.
+    Some { warps: usize, slices: usize },
+    /// Blocks of `rows` by `outputs`, after that kernel too.
+    Many { rows: usize, outputs: usize, threads: u32, stages: usize },
 }
 
 impl Kernel {
-    /// For weights of so many `outputs` each. All kernels give the same bits.
-    fn of(rows: usize, cols: usize, outputs: &[usize], multiprocessors: usize) -> Self {
+    /// For weights of so many `outputs` each. All kernels give the same bits. The bounds are from times on 132 multiprocessors.
+    fn of(rows: usize, cols: usize, outputs: &[usize], multiprocessors: usize, beside: bool) -> Self {
         let chunks = cols.div_ceil(CHUNK);
-        let tiles = if rows <= 8 { 1 } else { 2 };
-        let warps = chunks.min(8);
-        let few = Self::Few { tiles, warps, slices: (8 / warps).max(1) };
-        if rows <= FEW && few.shared(chunks) <= MOST_SUMS {
+        let tiles: usize = outputs.iter().map(|n| n.div_ceil(16)).sum();
+        let units = tiles * rows.div_ceil(TILE);
+        // Many warps have all of a small matrix on its way at once; of a large one they would be too much for a multiprocessor, and beside
+        // another kernel they would wait for its end.
+        let together = if units <= multiprocessors && !beside { 16 } else { 8 };
+        let warps = chunks.min(together);
+        let slices = (together / warps).max(1);
+        let few = Self::Few { columns: if 4 * units <= multiprocessors { 1 } else { 2 }, warps, slices };
+        let some = Self::Some { warps, slices };
+        if rows <= FEW && few.shared(rows, chunks) <= MOST_SUMS + 16 * 1024 {
             return few;
         }
-        let large = Self::Many { outputs: 128, rows: 128, threads: 256 };
-        let [x, y] = large.blocks(rows, outputs);
-        // Small blocks share less of what they read, but all multiprocessors have some.
-        if x * y >= multiprocessors { large } else { Self::Many { outputs: 64, rows: 64, threads: 128 } }
+        // Where weights are read for many rows more than once, tiles of them are faster.
+        if units <= 5 * multiprocessors && some.shared(rows, chunks) <= MOST_SUMS {
+            return some;
+        }
+        let large = [
+            Self::Many { rows: 64, outputs: 128, threads: 128, stages: 3 },
+            Self::Many { rows: 64, outputs: 64, threads: 128, stages: 4 },
+        ];
+        let fills = |kernel: &Self| kernel.blocks(rows, outputs).iter().product::<usize>() * 2 >= multiprocessors * 3;
+        let small = Self::Many { rows: 32, outputs: 32, threads: 64, stages: 4 };
+        large.into_iter().find(fills).unwrap_or(small)
     }
 
     /// Bytes of shared memory of a block.
-    fn shared(self, chunks: usize) -> usize {
+    fn shared(self, rows: usize, chunks: usize) -> usize {
         match self {
-            Self::Few { tiles, slices, .. } => chunks * slices * tiles * (128 + 8) * 4,
-            Self::Many { outputs, rows, .. } => STAGES * 2 * GROUP * (outputs + 2 * rows),
+            Self::Few { columns, warps, slices } => {
+                slices * (chunks * (columns * 2 * 32 * 4 + 8 * 4) + warps * rows * 2 * CHUNK * 2)
+            }
+            Self::Some { slices, .. } => slices * chunks * 2 * 4 * 32 * 4,
+            Self::Many { rows, outputs, stages, .. } => stages * 2 * GROUP * (outputs + 2 * rows),
         }
     }
 
     /// Blocks over outputs and over rows.
     fn blocks(self, rows: usize, outputs: &[usize]) -> [usize; 2] {
         let (across, down) = match self {
-            Self::Few { tiles, slices, .. } => (16 * slices, 8 * tiles),
+            Self::Few { columns, slices, .. } => (8 * columns * slices, rows),
+            Self::Some { slices, .. } => (16 * slices, TILE),
             Self::Many { outputs, rows, .. } => (outputs, rows),
         };
         [outputs.iter().map(|n| n.div_ceil(across)).sum(), rows.div_ceil(down)]
     }
 }
 
-/// `outᵢ = x · wᵢᵀ` for weights that [`fits`] and share their inputs.
-pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, group: &mut [(&CudaWeight, &mut CudaBuffer)]) {
-    let rows = x.rows();
-    for (_, out) in group.iter_mut() {
-        out.resize(rows);
-    }
-    if rows == 0 {
-        return;
-    }
+/// Products that are about to be launched.
+#[derive(Debug)]
+pub(super) struct Prepared {
+    kernel: Kernel,
+    /// Pieces and scales of split activations, for kernels that take them.
+    split: Option<[DevicePtr; 2]>,
+}
+
+/// Chooses the kernel for weights that [`fits`] and share the inputs `x`, and splits the activations if it takes them so. `beside`: the
+/// products will be launched beside others that read `x`.
+pub(super) fn prepare(
+    d: &CudaDevice,
+    x: &CudaBuffer,
+    group: &[(&CudaWeight, &mut CudaBuffer)],
+    beside: bool,
+) -> Prepared {
     let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
-    let cols = x.width();
-    let mut halves = None;
+    let outputs: Vec<usize> = group.iter().map(|(w, _)| w.rows).collect();
+    let kernel = Kernel::of(x.rows(), x.width(), &outputs, sms, beside);
+    let split = (!matches!(kernel, Kernel::Few { .. }) && x.rows() > 0).then(|| split(d, x));
+    Prepared { kernel, split }
+}
+
+/// `outᵢ = x · wᵢᵀ` for what [`prepare`] was told of. `beside`: the launch before this one reads `x` too, or what was made of it, so that
+/// all that it waited for is there.
+pub(super) fn matmul(
+    d: &CudaDevice,
+    x: &CudaBuffer,
+    group: &mut [(&CudaWeight, &mut CudaBuffer)],
+    prepared: &Prepared,
+    beside: bool,
+) {
+    let (rows, cols) = (x.rows(), x.width());
+    let mut beside = i32::from(beside);
     for part in group.chunks_mut(MOST) {
         let mut arg = GroupArg { count: int(part.len()), cols: int(cols), ..GroupArg::default() };
         let mut outputs = Vec::with_capacity(part.len());
-        for (i, (w, out)) in part.iter().enumerate() {
+        for (i, (w, out)) in part.iter_mut().enumerate() {
+            out.resize(rows);
             (arg.all[i], arg.outputs[i]) = ([w.start(), out.start()], int(w.rows));
             outputs.push(w.rows);
         }
-        let kernel = Kernel::of(rows, cols, &outputs, sms);
-        let ([across, down], shared) = (kernel.blocks(rows, &outputs), kernel.shared(cols.div_ceil(CHUNK)));
+        if rows == 0 {
+            continue;
+        }
+        let kernel = prepared.kernel;
+        let ([across, down], shared) = (kernel.blocks(rows, &outputs), kernel.shared(rows, cols.div_ceil(CHUNK)));
         let grid = [dim(across), dim(down), 1];
-        let all = (x.start(), int(cols), int(rows));
+        let (from, width, n) = (x.start(), int(cols), int(rows));
+        let [pieces, scale] = prepared.split.unwrap_or_default();
         match kernel {
-            Kernel::Few { tiles, warps, slices } => {
-                let (name, block) = (format!("dense_few_{tiles}"), [32, dim(warps), dim(slices)]);
-                d.launch(File::Dense, &name, grid, block, shared, &[&arg, &all.0, &all.1, &all.2]);
+            Kernel::Few { columns, warps, slices } => {
+                let (name, block) = (format!("dense_few_{columns}"), [32, dim(warps), dim(slices)]);
+                d.launch(File::Dense, &name, grid, block, shared, &[&arg, &from, &width, &n, &beside]);
             }
-            Kernel::Many { outputs, rows, threads } => {
-                let [hi, lo, scale] = *halves.get_or_insert_with(|| split(d, x));
-                let name = format!("dense_many_{outputs}_{rows}");
-                d.launch(File::Dense, &name, grid, [threads, 1, 1], shared, &[&arg, &hi, &lo, &scale, &all.2]);
+            Kernel::Some { warps, slices } => {
+                let block = [32, dim(warps), dim(slices)];
+                d.launch(File::Dense, "dense_some", grid, block, shared, &[&arg, &pieces, &scale, &n, &beside]);
+            }
+            Kernel::Many { rows, outputs, threads, .. } => {
+                let name = format!("dense_many_{rows}_{outputs}");
+                d.launch(File::Dense, &name, grid, [threads, 1, 1], shared, &[&arg, &pieces, &scale, &n]);
             }
         }
+        // The next launch would be beside this one, which does not wait before it lets others start.
+        beside = 0;
     }
 }
 
 /// Splits the rows of `x`.
-fn split(d: &CudaDevice, x: &CudaBuffer) -> [DevicePtr; 3] {
+fn split(d: &CudaDevice, x: &CudaBuffer) -> [DevicePtr; 2] {
     let (rows, cols) = (x.rows(), x.width());
-    let (chunks, plane) = (cols.div_ceil(CHUNK), cols.next_multiple_of(GROUP) * 2);
+    let chunks = cols.div_ceil(CHUNK);
     let mut scratch = d.scratch();
     let to = &mut scratch.halves;
-    let at = |g: &mut Growable, bytes: usize| g.at_least(d.context(), rows * bytes);
-    let all = [at(&mut to.hi, plane), at(&mut to.lo, plane), at(&mut to.scale, chunks * 4)];
+    // Kernels read whole blocks of rows.
+    let room = rows.next_multiple_of(BLOCK);
+    let pieces = to.pieces.at_least(d.context(), room * cols.next_multiple_of(GROUP) * 4);
+    let scale = to.scale.at_least(d.context(), room * chunks * 4);
     let args = (x.start(), int(cols), int(rows));
-    let each: [&dyn KernelArg; 7] = [&args.0, &args.1, &args.1, &args.2, &all[0], &all[1], &all[2]];
-    d.launch(File::Dense, "dense_split", [dim((rows * chunks).div_ceil(8)), 1, 1], [256, 1, 1], 0, &each);
-    all
+    let all: [&dyn KernelArg; 6] = [&args.0, &args.1, &args.1, &args.2, &pieces, &scale];
+    d.launch(File::Dense, "dense_split", [dim(chunks), dim(rows.div_ceil(TILE)), 1], [512, 1, 1], 0, &all);
+    [pieces, scale]
 }
 
 #[cfg(test)]
@@ -150,30 +203,40 @@ mod tests {
     #[test]
     fn every_launch_fits_a_block_and_covers_all_outputs() {
         for cols in [8, 256, 520, 1024, 4096, 16384, 65536] {
-            for rows in [1, 8, 9, 16, 33, 512, 2048] {
+            for rows in [1, 4, 5, 16, 33, 512, 2048] {
                 for outputs in [&[1][..], &[24], &[64, 8192], &[1024, 1024, 256, 256, 64]] {
-                    let kernel = Kernel::of(rows, cols, outputs, 132);
-                    let shared = dim(kernel.shared(cols.div_ceil(CHUNK)));
+                    let kernel = Kernel::of(rows, cols, outputs, 132, rows % 2 == 1);
+                    let shared = dim(kernel.shared(rows, cols.div_ceil(CHUNK)));
                     assert!(shared <= MAX_SHARED, "{kernel:?}, {cols} columns: {shared} bytes");
                     let [across, down] = kernel.blocks(rows, outputs);
                     let (each, high, threads) = match kernel {
-                        Kernel::Few { tiles, warps, slices } => (16 * slices, 8 * tiles, warps * slices * 32),
-                        Kernel::Many { outputs, rows, threads } => (outputs, rows, threads as usize),
+                        Kernel::Few { columns, warps, slices } => (8 * columns * slices, rows, warps * slices * 32),
+                        Kernel::Some { warps, slices } => (16 * slices, TILE, warps * slices * 32),
+                        Kernel::Many { outputs, rows, threads, .. } => (outputs, rows, threads as usize),
                     };
                     assert!(threads <= 512 && across * each >= outputs.iter().sum(), "{kernel:?}");
                     assert!(down * high >= rows && (down - 1) * high < rows, "{kernel:?}: {down} for {rows} rows");
+                    assert!(BLOCK.is_multiple_of(high) || matches!(kernel, Kernel::Few { .. }), "{kernel:?}");
                 }
             }
         }
     }
 
     #[test]
-    fn few_rows_are_split_in_place_and_few_blocks_are_made_smaller() {
-        let of = |rows, outputs: &[usize]| Kernel::of(rows, 4096, outputs, 132);
-        assert_eq!(of(1, &[256]), Kernel::Few { tiles: 1, warps: 8, slices: 1 });
-        assert_eq!(Kernel::of(16, 1024, &[8192], 132), Kernel::Few { tiles: 2, warps: 4, slices: 2 });
-        assert_eq!(of(2048, &[256]), Kernel::Many { outputs: 64, rows: 64, threads: 128 });
-        assert_eq!(of(2048, &[1024, 1024]), Kernel::Many { outputs: 128, rows: 128, threads: 256 });
+    fn a_launch_is_chosen_by_how_often_weights_are_read_and_how_many_blocks_there_are() {
+        let of = |rows, outputs: &[usize]| Kernel::of(rows, 4096, outputs, 132, false);
+        let group = [1024, 1024, 256, 256, 64];
+        assert_eq!(of(1, &[256]), Kernel::Few { columns: 1, warps: 16, slices: 1 });
+        assert_eq!(Kernel::of(1, 4096, &[256], 132, true), Kernel::Few { columns: 1, warps: 8, slices: 1 });
+        assert_eq!(of(4, &group), Kernel::Few { columns: 2, warps: 8, slices: 1 });
+        assert_eq!(Kernel::of(1, 1024, &[8192], 132, false), Kernel::Few { columns: 2, warps: 4, slices: 2 });
+        assert_eq!([of(5, &[512, 512]), of(512, &[256])], [16, 8].map(|warps| Kernel::Some { warps, slices: 1 }));
+        let size = |kernel| match kernel {
+            Kernel::Many { rows, outputs, .. } => [rows, outputs],
+            _ => [0; 2],
+        };
+        assert_eq!([size(of(512, &group)), size(of(2048, &group))], [[64, 64], [64, 128]]);
+        assert_eq!([size(of(64, &group)), size(of(2048, &[256]))], [[0, 0], [32, 32]]);
     }
 
     #[test]
