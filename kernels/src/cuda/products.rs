@@ -129,7 +129,8 @@ pub(super) fn prepare(
     let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
     let outputs: Vec<usize> = group.iter().map(|(w, _)| w.rows).collect();
     let kernel = Kernel::of(x.rows(), x.width(), &outputs, sms, beside);
-    let split = (!matches!(kernel, Kernel::Few { .. }) && x.rows() > 0).then(|| split(d, x));
+    let any = !group.is_empty() && x.rows() > 0;
+    let split = (any && !matches!(kernel, Kernel::Few { .. })).then(|| split(d, x));
     Prepared { kernel, split }
 }
 
