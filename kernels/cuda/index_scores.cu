@@ -123,4 +123,4 @@ __device__ __forceinline__ void scores_of(Step st, Slot rs, int heads, int top_k
         after_previous();                                                                                                                    \
         scores_of<N>(st, rs, heads, top_k, ratio, scale, q, w, tile, stride, scores);                                                        \
     }
-SCORES_KERNEL(1) SCORES_KERNEL(4)
+SCORES_KERNEL(1) SCORES_KERNEL(2) SCORES_KERNEL(4)

@@ -28,10 +28,10 @@ struct CompressArg {
     scores: u64,
 }
 
-/// `Compressors` in compress_rows.cu.
+/// `Compressors` in compress_rows.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct CompressorsArg {
+pub(super) struct CompressorsArg {
     compress: [CompressArg; 2],
     frontier: [SlotArg; 2],
     rows: [SlotArg; 2],
@@ -76,30 +76,62 @@ fn argument(step: &CudaStep, c: &Compressor<'_, CudaDevice>, values: &CudaBuffer
     }
 }
 
+/// Threads of a compressor's blocks, by which its bits differ: windows of many tokens want the loads.
+fn block(c: &Compressor<'_, CudaDevice>) -> usize {
+    if c.ratio >= 64 { 1024 } else { 512 }
+}
+
+/// One or two compressors that go into one launch.
+pub(super) struct Fused {
+    pub(super) arg: CompressorsArg,
+    /// Blocks per span and compressor.
+    pub(super) parts: usize,
+    pub(super) count: usize,
+    pub(super) threads: usize,
+}
+
+impl Fused {
+    fn new(step: &CudaStep, pair: &[Given<'_>]) -> Self {
+        let of = |i: usize| pair[i.min(pair.len() - 1)];
+        let slot = |n: usize| step.layout().slot(n);
+        let arg = CompressorsArg {
+            compress: [0, 1].map(|i| argument(step, of(i).0, of(i).1, of(i).2)),
+            frontier: [0, 1].map(|i| slot(of(i).0.frontier_slot)),
+            rows: [0, 1].map(|i| slot(of(i).0.rows_slot)),
+        };
+        // As many windows as the longest span can finish, but for those that the first block has; blocks beyond do nothing.
+        let parts = |c: &Compressor<'_, CudaDevice>| {
+            let lead = if c.overlap { 2 } else { 1 };
+            1 + (step.longest / c.ratio + 1).saturating_sub(lead)
+        };
+        Self { arg, parts: parts(of(0).0).max(parts(of(1).0)), count: pair.len(), threads: block(of(0).0) }
+    }
+
+    /// If all of them go into one launch.
+    pub(super) fn only(step: &CudaStep, all: &[Given<'_>]) -> Option<Self> {
+        let one = matches!(all, [first, ..] if all.iter().all(|(c, ..)| fits(c) && block(c) == block(first.0)));
+        (one && all.len() <= 2).then(|| Self::new(step, all))
+    }
+
+    /// Bytes of shared memory.
+    pub(super) fn shared(&self) -> usize {
+        self.threads * 12 * 4
+    }
+}
+
 /// See [`crate::ops::SparseOps::compress_all`]. Which kernel a compressor takes depends on its shape alone, since their bits differ.
 pub(super) fn compress_all(d: &CudaDevice, step: &CudaStep, all: &[Given<'_>]) {
     if step.rows == 0 {
         return;
     }
-    let (fused, plain): (Vec<Given<'_>>, Vec<_>) = all.iter().partition(|(c, ..)| fits(c));
+    let (mut fused, plain): (Vec<Given<'_>>, Vec<_>) = all.iter().partition(|(c, ..)| fits(c));
     plain.into_iter().for_each(|(c, values, scores)| general(d, step, c, values, scores));
-    for pair in fused.chunks(2) {
-        let of = |i: usize| pair[i.min(pair.len() - 1)];
-        let arg = |i: usize| argument(step, of(i).0, of(i).1, of(i).2);
-        let slot = |n: usize| step.layout().slot(n);
-        let p = CompressorsArg {
-            compress: [arg(0), arg(1)],
-            frontier: [0, 1].map(|i| slot(of(i).0.frontier_slot)),
-            rows: [0, 1].map(|i| slot(of(i).0.rows_slot)),
-        };
-        // As many windows as the longest span can finish, but for those that the first block has; blocks beyond do nothing.
-        let blocks = |c: &Compressor<'_, CudaDevice>| {
-            let lead = if c.overlap { 2 } else { 1 };
-            1 + (step.longest / c.ratio + 1).saturating_sub(lead)
-        };
-        let windows = blocks(of(0).0).max(blocks(of(1).0));
-        let grid = [dim(windows), dim(step.spans), dim(pair.len())];
-        d.launch(File::CompressRows, "compress_all", grid, [512, 1, 1], 0, &[&step.arg, &p]);
+    fused.sort_by_key(|(c, ..)| block(c));
+    for pair in fused.chunk_by(|a, b| block(a.0) == block(b.0)).flat_map(|same| same.chunks(2)) {
+        let f = Fused::new(step, pair);
+        let grid = [dim(f.parts), dim(step.spans), dim(f.count)];
+        let name = format!("compress_all_{}", f.threads);
+        d.launch(File::CompressRows, &name, grid, [dim(f.threads), 1, 1], f.shared(), &[&step.arg, &f.arg]);
     }
 }
 

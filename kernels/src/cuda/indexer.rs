@@ -104,8 +104,9 @@ pub(super) fn index_select(
                 d.launch(File::Qkv, "index_pack", grid, [128, 1, 1], 0, &[&args.0, &args.1, &to]);
             }
             out.queries_of = 0;
-            // Groups of 8 keys a warp: one for few rows, which want the warps, four for many, which share the keys.
-            let (groups, tile) = if step.longest <= WARPS { (1, step.longest) } else { (4, ROWS) };
+            let multiprocessors = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
+            let groups = groups(step.longest, step.spans * visible, multiprocessors);
+            let tile = if groups == 4 { ROWS } else { step.longest };
             let args = (out.queries.start(), w.start(), int(tile));
             let all: [&dyn KernelArg; 11] =
                 [&step.arg, &slot, &heads, &top_k, &ratio, &p.scale, &args.0, &args.1, &args.2, &n, &scores];
@@ -127,6 +128,16 @@ pub(super) fn index_select(
     d.launch(File::IndexTop, name, [dim(rows), 1, 1], [block, 1, 1], 0, &all);
 }
 
+/// Groups of 8 keys that a warp has in registers, for spans of up to `longest` rows that see `keys` rows altogether: one or two for few rows,
+/// which want the warps, as long as the device takes their blocks at once; four for many, which share the keys.
+fn groups(longest: usize, keys: usize, multiprocessors: usize) -> usize {
+    match longest {
+        ..=8 if keys <= 2 * 8 * WARPS * multiprocessors => 1,
+        ..=8 => 2,
+        _ => 4,
+    }
+}
+
 /// The kernel of index_top.cu, and threads of its blocks, for rows that see up to `visible` rows.
 fn top_kernel(visible: usize, rows: usize) -> (&'static str, u32) {
     let few = rows <= 64;
@@ -144,6 +155,14 @@ fn top_kernel(visible: usize, rows: usize) -> (&'static str, u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_warp_has_more_keys_where_there_are_more_than_warps() {
+        assert_eq!(
+            [(1, 16_384), (1, 16 * 2048), (8, 512), (9, 512)].map(|(rows, keys)| groups(rows, keys, 132)),
+            [1, 2, 1, 4]
+        );
+    }
 
     #[test]
     fn a_block_has_all_scores_in_its_registers() {

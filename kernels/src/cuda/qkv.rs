@@ -1,6 +1,7 @@
 //! Launches of what attention's operands go through between their projections and their use (qkv.cu).
 
 use super::buffer::CudaBuffer;
+use super::compress::{Fused, Given, compress_all};
 use super::dense::rows_of;
 use super::device::CudaDevice;
 use super::driver::KernelArg;
@@ -10,7 +11,7 @@ use super::step::CudaStep;
 use crate::kernel_args;
 use crate::ops::{Indexer, KvNumerics, Operands, SparseOps};
 
-/// `Prepare` in qkv.cu.
+/// `Prepare` in qkv.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 struct PrepareArg {
@@ -34,6 +35,8 @@ kernel_args!(PrepareArg);
 
 /// Warps of a block.
 const WARPS: usize = 4;
+/// Most rows of a step whose compressors are in the same launch.
+const FEW_ROWS: usize = 64;
 
 /// Whether a warp can have a head in its registers, four elements a lane and group of 128; rounding wants whole groups of 64.
 fn fits(p: &Operands<'_, CudaDevice>) -> bool {
@@ -43,6 +46,7 @@ fn fits(p: &Operands<'_, CudaDevice>) -> bool {
 }
 
 /// See [`SparseOps::prepare`].
+#[allow(clippy::too_many_arguments, reason = "as the operation has them")]
 pub(super) fn prepare(
     d: &CudaDevice,
     step: &CudaStep,
@@ -51,6 +55,7 @@ pub(super) fn prepare(
     kv_raw: &CudaBuffer,
     kv: &mut CudaBuffer,
     mut index: Option<(&Indexer, &mut CudaBuffer, &mut CudaSelection)>,
+    compressors: &[Given<'_>],
 ) -> bool {
     rows_of(step, q);
     rows_of(step, kv_raw);
@@ -71,6 +76,7 @@ pub(super) fn prepare(
         super::dense::rms_norm(d, kv_raw, p.kv_norm, p.eps, kv);
         d.rope_tail(step, p.rope, p.head_dim, false, kv);
         d.round_kv(p.numerics, p.rope_dim, kv);
+        compress_all(d, step, compressors);
         return false;
     }
     if step.rows == 0 {
@@ -106,8 +112,20 @@ pub(super) fn prepare(
     };
     // A warp for each query head, the key-value row and each pair of indexer heads.
     let warps = step.rows * (heads + 1 + indexer::TILE / 2 * index_tiles);
+    let blocks = warps.div_ceil(WARPS);
+    // Many rows have larger blocks with fewer registers for the operands alone.
+    let few = p.head_dim == 512 && step.rows <= FEW_ROWS;
+    if let Some(f) = Fused::only(step, compressors).filter(|_| few) {
+        let args = (int(f.parts), int(step.spans), int(f.count));
+        let all: [&dyn KernelArg; 7] = [&step.arg, &arg, &ring, &f.arg, &args.0, &args.1, &args.2];
+        let grid = [dim(f.parts * step.spans * f.count + blocks), 1, 1];
+        let name = format!("prepare_compress_{}", f.threads);
+        d.launch(File::Qkv, &name, grid, [dim(f.threads), 1, 1], f.shared(), &all);
+        return write_ring;
+    }
     let all: [&dyn KernelArg; 3] = [&step.arg, &arg, &ring];
     let name = format!("prepare_{}", p.head_dim / 128);
-    d.launch(File::Qkv, &name, [dim(warps.div_ceil(WARPS)), 1, 1], [dim(32 * WARPS), 1, 1], 0, &all);
+    d.launch(File::Qkv, &name, [dim(blocks), 1, 1], [dim(32 * WARPS), 1, 1], 0, &all);
+    compress_all(d, step, compressors);
     write_ring
 }

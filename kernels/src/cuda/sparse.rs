@@ -116,8 +116,10 @@ impl SparseOps for CudaDevice {
         kv_raw: &CudaBuffer,
         kv: &mut CudaBuffer,
         index: Option<(&Indexer, &mut CudaBuffer, &mut CudaSelection)>,
+        compressors: &[(Compressor<'_, Self>, &CudaBuffer, &CudaBuffer)],
     ) -> bool {
-        super::qkv::prepare(self, step, p, q, kv_raw, kv, index)
+        let compressors: Vec<_> = compressors.iter().map(|(c, values, scores)| (c, *values, *scores)).collect();
+        super::qkv::prepare(self, step, p, q, kv_raw, kv, index, &compressors)
     }
 
     fn selects(&self, step: &CudaStep, p: &Indexer) -> bool {

@@ -125,8 +125,9 @@ pub trait SparseOps: Device {
 
     /// Makes projections into what attention takes: queries divided by their heads' RMS and rotated; `kv` the normed, rotated and
     /// rounded `kv_raw`; indexer queries, if they are given, rotated and rounded for [`SparseOps::index_select`] with the same
-    /// selection. True when `kv` has been written into the ring as well, as a device may where no row of the step needs what is
+    /// selection; and [`SparseOps::compress_all`] of the compressors. True when `kv` has been written into the ring as well, as a device may where no row of the step needs what is
     /// replaced; otherwise that is left to do, after attention.
+    #[allow(clippy::too_many_arguments, reason = "all that is made before an attention")]
     fn prepare(
         &self,
         step: &Self::Step,
@@ -135,6 +136,7 @@ pub trait SparseOps: Device {
         kv_raw: &Self::Buffer,
         kv: &mut Self::Buffer,
         index: Option<(&Indexer, &mut Self::Buffer, &mut Self::Selection)>,
+        compressors: &[(Compressor<'_, Self>, &Self::Buffer, &Self::Buffer)],
     ) -> bool
     where
         Self: Sized,
@@ -148,6 +150,7 @@ pub trait SparseOps: Device {
             self.rope_tail(step, p.rope, indexer.head_dim, false, index_q);
             self.round_index(p.numerics, indexer.head_dim, index_q);
         }
+        self.compress_all(step, compressors);
         false
     }
 

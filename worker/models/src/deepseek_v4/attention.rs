@@ -129,9 +129,6 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
             numerics: self.numerics,
             ring_slot: slots.ring,
         };
-        let index = indexer.as_ref().map(|i| (i, &mut b.index_q, &mut b.selection));
-        let in_ring = device.prepare(step, &operands, &mut b.q, &b.kv_raw, &mut b.kv, index);
-
         let mut compressors = Vec::with_capacity(2);
         if let (Some(c), Some(s)) = (&w.compressor, slots.main) {
             let x = if overlap { &b.overlapping } else { &b.plain };
@@ -141,7 +138,8 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
             let c = self.compressor(&i.compressor, s, (p.index_dim, true, true));
             compressors.push((c, &b.index.values, &b.index.scores));
         }
-        device.compress_all(step, &compressors);
+        let index = indexer.as_ref().map(|i| (i, &mut b.index_q, &mut b.selection));
+        let in_ring = device.prepare(step, &operands, &mut b.q, &b.kv_raw, &mut b.kv, index, &compressors);
         let selection = indexer.map(|i| {
             device.index_select(step, &i, &b.index_q, &b.index_w, &mut b.selection);
             &b.selection
