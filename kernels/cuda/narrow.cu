@@ -6,17 +6,6 @@
 // for them. Plain products fetch their first weights before the kernel that makes their activations has ended.
 #include "tiled.cuh"
 
-// Work of a product: activation rows of one matrix. Without a list of items, item i is rows 4 * NT * (i / matrices) .. of matrix
-// i % matrices, and row j of matrix k is row j * matrices + k of both sides. Laid out as `ItemsArg` in kernels/src/cuda/quantized.rs.
-struct Items {
-    const int4* list;     // matrix, first entry of `order`, entries; or null
-    const int* count;     // items in the list
-    const int* order;     // output rows; the input row is the output row / per_row
-    int per_row;
-    int matrices;
-    int rows;             // per matrix, without a list
-};
-
 // Weights of one type and width that share their inputs. Laid out as `MembersArg` in kernels/src/cuda/narrow.rs.
 constexpr int MEMBERS = 6;
 struct Members {
@@ -27,8 +16,6 @@ struct Members {
     int superblocks;
     int pad;
 };
-
-constexpr int SPLIT = 4;
 
 // IQ2_XXS: a selector for `prmt` has, for each of eight weights, the level (8, 25 or 43) in two bits of a nibble and the sign in the
 // third. Entry i is 32 copies of the codebook's selector i, then 32 of the signs of byte i (whose highest bit is a scale's and does
@@ -43,7 +30,7 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
     return v;
 }
 
-// By whole warps; a warp writes all copies of an entry at once.
+// By whole warps; a warp writes all copies of four entries at once.
 __device__ __forceinline__ void fill(Selectors* to) {
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
     for (int base = (threadIdx.x >> 5) * 32; base < 256; base += warps * 32) {
@@ -56,25 +43,32 @@ __device__ __forceinline__ void fill(Selectors* to) {
             level |= uint32_t((e >> (8 * i + 4)) & 3) << (4 * i);
             sign |= ((s >> i) & 1) << (4 * i + 2);
         }
-#pragma unroll 8
-        for (int k = 0; k < 32; k++) {
-            to->of[base + k][0][lane] = __shfl_sync(~0u, level, k);
-            to->of[base + k][1][lane] = __shfl_sync(~0u, sign, k);
+#pragma unroll
+        for (int k = lane / 8; k < 32; k += 4) {
+            const uint32_t l = __shfl_sync(~0u, level, k), n = __shfl_sync(~0u, sign, k);
+            *reinterpret_cast<uint4*>(&to->of[base + k][0][lane % 8 * 4]) = make_uint4(l, l, l, l);
+            *reinterpret_cast<uint4*>(&to->of[base + k][1][lane % 8 * 4]) = make_uint4(n, n, n, n);
         }
     }
 }
+
+// What the sums of most types need to know.
+struct Lane {
+    int lane;
+    __device__ __forceinline__ explicit Lane(int lane) : lane(lane) {}
+};
 
 // How a type's tiles come out of the ring and are computed.
 template <class T>
 struct Narrow {
     using Frag = typename T::Frag;
-    struct Table {};
+    using Kit = Lane;
     static constexpr int TABLE = 0;
     // `slot` has the chunks, then what `side` and `side2` have of the tile.
     static __device__ __forceinline__ void take(Frag& f, const uint8_t* slot, int lane);
     template <int NT, class X>
-    static __device__ __forceinline__ void add(const Frag& f, const uint8_t*, const X& x, int lane, float (&sum)[NT][2]) {
-        T::add(f, static_cast<const Luts<0>*>(nullptr), x, lane, sum);
+    static __device__ __forceinline__ void add(const Frag& f, const uint8_t*, const X& x, const Kit& kit, float (&sum)[NT][2]) {
+        T::add(f, static_cast<const Luts<0>*>(nullptr), x, kit.lane, sum);
     }
 };
 
@@ -103,6 +97,7 @@ __device__ __forceinline__ void Narrow<TiledQ4_K>::take(Frag& f, const uint8_t* 
 template <>
 struct Narrow<TiledQ2_K> {
     using Frag = TiledQ2_K::Frag;
+    using Kit = Lane;
     static constexpr int TABLE = 0;
     static __device__ __forceinline__ void take(Frag& f, const uint8_t* slot, int lane) {
         const int t = lane & 3;
@@ -118,13 +113,13 @@ struct Narrow<TiledQ2_K> {
     // As `TiledQ2_K::add`, whose sums are exact integers until the same last steps. Quants in bits 2 and 3 stay there, which saves most
     // shifts: four times a quant and its scale fit a byte (180), and their sums have an accumulator of their own.
     template <int NT, class X>
-    static __device__ __forceinline__ void add(const Frag& f, const uint8_t*, const X& x, int lane, float (&sum)[NT][2]) {
+    static __device__ __forceinline__ void add(const Frag& f, const uint8_t*, const X& x, const Kit& kit, float (&sum)[NT][2]) {
         int total[2][NT][4], mins[NT][4];
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) total[0][n][i] = total[1][n][i] = mins[n][i] = 0;
-        const uint32_t first = 0x4440 | (lane & 1), second = first + 2;
+        const uint32_t first = 0x4440 | (kit.lane & 1), second = first + 2;
 #pragma unroll
         for (int v = 0; v < 2; v++) {
             const uint32_t wa[2][2] = {{f.q[0].x >> (4 * v), f.q[0].y >> (4 * v)}, {f.q[0].z >> (4 * v), f.q[0].w >> (4 * v)}};
@@ -169,33 +164,42 @@ struct Narrow<TiledIQ2_XXS> {
         for (int h = 0; h < 2; h++) f.q[h] = shared16(slot + h * 512 + lane * 16);
         f.d = u16_at(d) | (u16_at(d + 16) << 16);
     }
-    // Eight weights: byte 2 * K of w is their index, the one after it their signs. `own` has lane * 4, 128 + lane * 4, 0, 0.
+    // What a lane needs for it. The levels are made of something that the compiler does not know, so that they stay in a register: it
+    // would make them anew for each use.
+    struct Kit {
+        uint32_t own;       // lane * 4, 128 + lane * 4, 0, 0
+        uint32_t plus;      // the levels
+        uint32_t bit;       // of this lane's bit of a scale, in each byte
+        __device__ __forceinline__ explicit Kit(int lane) : own(lane * 4 | (128 + lane * 4) << 8), bit(0x01010101u << (lane & 3)) {
+            uint32_t id;
+            asm volatile("mov.u32 %0, %%laneid;" : "=r"(id));
+            plus = (8 | 25 << 8 | 43 << 16) + (id >> 5);
+        }
+    };
+    // Eight weights: byte 2 * K of w is their index, the one after it their signs. Sum and shift are written as products, because the
+    // pipe of shifts and permutes is the one that is full: with a logical or and a shift it takes a quarter longer.
     template <int K>
-    static __device__ __forceinline__ uint2 eight(const uint8_t* table, uint32_t w, uint32_t own, uint32_t plus) {
-        const uint32_t g = *reinterpret_cast<const uint32_t*>(table + permute(w, own, 0x6604 | (2 * K) << 4));
-        const uint32_t s = *reinterpret_cast<const uint32_t*>(table + permute(w, own, 0x6605 | (2 * K + 1) << 4));
-        const uint32_t selector = g + s;
+    static __device__ __forceinline__ uint2 eight(const uint8_t* table, uint32_t w, const Kit& kit) {
+        const uint32_t g = *reinterpret_cast<const uint32_t*>(table + permute(w, kit.own, 0x6604 | (2 * K) << 4));
+        const uint32_t s = *reinterpret_cast<const uint32_t*>(table + permute(w, kit.own, 0x6605 | (2 * K + 1) << 4));
+        const uint32_t selector = g + s, high = __dp2a_lo(selector, 0x0100u, 0u);
         constexpr uint32_t minus = 0xf8u | 0xe7u << 8 | 0xd5u << 16;
-        return make_uint2(permute(plus, minus, selector), permute(plus, minus, selector >> 16));
+        return make_uint2(permute(kit.plus, minus, selector), permute(kit.plus, minus, high));
     }
     // As `TiledIQ2_XXS::add`, whose sums are exact integers until the same last steps.
     template <int NT, class X>
-    static __device__ __forceinline__ void add(const Frag& f, const uint8_t* table, const X& x, int lane, float (&sum)[NT][2]) {
-        const int t = lane & 3;
-        const uint32_t own = lane * 4 | (128 + lane * 4) << 8;
-        // From another lane, so that the compiler keeps it in a register: it would be made anew for each use.
-        const uint32_t plus = __shfl_sync(~0u, 8 | 25 << 8 | 43 << 16, 0);
+    static __device__ __forceinline__ void add(const Frag& f, const uint8_t* table, const X& x, const Kit& kit, float (&sum)[NT][2]) {
         const uint32_t wa[4] = {f.q[0].x, f.q[0].y, f.q[0].z, f.q[0].w}, wb[4] = {f.q[1].x, f.q[1].y, f.q[1].z, f.q[1].w};
-        // 2 * scale + 1 of each group, a byte each. Lane t has bit t of the scales; the highest bit of a group's 16 is spread over a byte.
+        // The scales of each group, a byte each, those of the second row 16 times. Lane t has bit t of them; the highest bit of a
+        // group's 16 is spread over a byte.
         uint32_t ka[2], kb[2];
-        const uint32_t bit = 0x01010101u << t;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            uint32_t v = (permute(wa[2 * i], wa[2 * i + 1], 0xfdb9) & bit) | (permute(wb[2 * i], wb[2 * i + 1], 0xfdb9) & (bit << 4));
+            uint32_t v = (permute(wa[2 * i], wa[2 * i + 1], 0xfdb9) & kit.bit) | (permute(wb[2 * i], wb[2 * i + 1], 0xfdb9) & (kit.bit << 4));
             v |= __shfl_xor_sync(~0u, v, 1);
             v |= __shfl_xor_sync(~0u, v, 2);
-            ka[i] = ((v << 1) & 0x1e1e1e1eu) | 0x01010101u;
-            kb[i] = ((v >> 3) & 0x1e1e1e1eu) | 0x01010101u;
+            ka[i] = v & 0x0f0f0f0fu;
+            kb[i] = v & 0xf0f0f0f0u;
         }
         int total[NT][4];
 #pragma unroll
@@ -204,9 +208,10 @@ struct Narrow<TiledIQ2_XXS> {
             for (int i = 0; i < 4; i++) total[n][i] = 0;
 #pragma unroll
         for (int g = 0; g < 8; g++) {
-            const uint2 a = g & 1 ? eight<1>(table, wa[g / 2], own, plus) : eight<0>(table, wa[g / 2], own, plus);
-            const uint2 b = g & 1 ? eight<1>(table, wb[g / 2], own, plus) : eight<0>(table, wb[g / 2], own, plus);
-            const int sa = permute(ka[g / 4], 0, 0x4440 | (g & 3)), sc = permute(kb[g / 4], 0, 0x4440 | (g & 3));
+            const uint2 a = g & 1 ? eight<1>(table, wa[g / 2], kit) : eight<0>(table, wa[g / 2], kit);
+            const uint2 b = g & 1 ? eight<1>(table, wb[g / 2], kit) : eight<0>(table, wb[g / 2], kit);
+            // 2 * scale + 1, of the second row 16 times.
+            const int sa = __dp4a(ka[g / 4], 2u << (8 * (g & 3)), 1u), sc = __dp4a(kb[g / 4], 2u << (8 * (g & 3)), 16u);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 int c[4] = {0, 0, 0, 0};
@@ -217,6 +222,8 @@ struct Narrow<TiledIQ2_XXS> {
                 total[n][3] += c[3] * sc;
             }
         }
+#pragma unroll
+        for (int n = 0; n < NT; n++) total[n][2] >>= 4, total[n][3] >>= 4;
         const float da = __fmul_rn(low_half(f.d), 0.125f), db = __fmul_rn(high_half(f.d), 0.125f);
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -343,7 +350,7 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
             while (tile >= p.start[m + 1]) m++;
             tile -= p.start[m];
             if (items.list) {
-                const int4 it = items.list[item];
+                const int4 it = __ldcg(items.list + item);
                 matrix = it.x, first = it.y, rows = it.z;
             } else {
                 matrix = item % items.matrices;
@@ -351,7 +358,7 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
                 rows = min(ROWS, items.rows - first);
             }
             // Rows past the end repeat the last one; their sums are not written.
-            const int r = first + min(j, rows - 1), o = items.list ? items.order[r] : r * items.matrices + matrix, of = p.start[m + 1] - p.start[m];
+            const int r = first + min(j, rows - 1), o = items.list ? __ldcg(items.order + r) : r * items.matrices + matrix, of = p.start[m + 1] - p.start[m];
             to.in[j] = (items.list ? o / items.per_row : o) * nsb;
             to.out[j] = (o * of + tile) * 16;
             if (j == 0) {
@@ -386,16 +393,23 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) copy_next(i * SLOT<T>);
     };
-    // Weights do not change while kernels run; lists and activations are made by the kernel before this one.
-    int count = (items.rows + ROWS - 1) / ROWS * items.matrices;
-    if (!items.list) start(count);
+    // Weights do not change while kernels run, and some lists are older than the kernel before this one, which may still run (see
+    // `after_previous`; from the second-level cache, as said there). Activations are made by it.
+    int count = 0;
+    const auto read_count = [&]() { return items.list ? __ldcg(items.count) : (items.rows + ROWS - 1) / ROWS * items.matrices; };
+    const bool known = !items.list || items.known;
+    if (known) {
+        count = read_count();
+        start(count);
+    }
     if constexpr (Narrow<T>::TABLE != 0) fill(reinterpret_cast<Selectors*>(shared));
     after_previous();
-    if (items.list) {
-        count = *items.count;
+    if (!known) {
+        count = read_count();
         start(count);
     }
     if constexpr (Narrow<T>::TABLE != 0) __syncthreads();
+    const typename Narrow<T>::Kit kit(lane);
     int of = 0, before = (STAGES - 1) * SLOT<T>, buffer = 0;
 #pragma unroll 1
     for (int u = 0;; u++) {
@@ -426,7 +440,7 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
             Narrow<T>::take(frag, ring + of, lane);
             before = of;
             of = of == (STAGES - 1) * SLOT<T> ? 0 : of + SLOT<T>;
-            Narrow<T>::add(frag, shared, acts, lane, sum);
+            Narrow<T>::add(frag, shared, acts, kit, sum);
 #pragma unroll
             for (int k = 0; k < NT; k++) {
                 feed.q[k] += ACT_Q;
@@ -471,10 +485,10 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
 #ifndef NARROW_TEST
 NARROW(Q8_0, 1, 3, 1, 4)
 NARROW(Q8_0, 4, 2, 1, 3)
-NARROW(Q2_K, 1, 4, 1, 4)
+NARROW(Q2_K, 1, 4, 2, 2)
 NARROW(Q2_K, 4, 4, 1, 4)
 NARROW(Q4_K, 1, 3, 1, 4)
 NARROW(Q4_K, 4, 3, 1, 2)
-NARROW(IQ2_XXS, 1, 2, 2, 2)
+NARROW(IQ2_XXS, 1, 3, 2, 2)
 NARROW(IQ2_XXS, 4, 3, 1, 2)
 #endif

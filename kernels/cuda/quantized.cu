@@ -1,4 +1,4 @@
-// Products of the types that carry large models, on tensor cores, for one activation row and for thousands: see tiled.cuh.
+// Tiles from blocks, embeddings from tiles, and products of many activation rows: see tiled.cuh. Those of few rows are in narrow.cu.
 // CPU reference: kernels/src/cpu/matmul.rs, moe.rs.
 #include "tiled.cuh"
 
@@ -34,17 +34,6 @@ __device__ __forceinline__ void embed(Step s, Tiled w, int cols, float* out) {
     }
 }
 
-// Work of a product: activation rows of one matrix. Without a list of items, item i is rows 4 * NT * (i / matrices) .. of matrix
-// i % matrices, and row j of matrix k is row j * matrices + k of both sides.
-struct Items {
-    const int4* list;     // matrix, first entry of `order`, entries; or null
-    const int* count;     // items in the list
-    const int* order;     // output rows; the input row is the output row / per_row
-    int per_row;
-    int matrices;
-    int rows;             // per matrix, without a list
-};
-
 struct Pair {
     Tiled w[2];
     float* out[2];
@@ -53,102 +42,9 @@ struct Pair {
     int superblocks;
 };
 
-constexpr int SPLIT = 4;
-
-// Four warps do a tile of 16 outputs: each has a quarter of the superblocks. A block does GROUPS tiles at a time.
-template <class T, int NT>
-__device__ __forceinline__ void product(const Pair& p, const Acts& x, const Items& items, uint8_t* shared) {
-    constexpr int ROWS = 4 * NT, GROUPS = NT == 1 ? 2 : 1;
-    using Tables = Luts<16>;
-    Tables* luts = reinterpret_cast<Tables*>(shared);
-    float* parts = reinterpret_cast<float*>(shared + (T::LUT ? sizeof(Tables) : 0));
-    if (T::LUT) {
-        fill(luts);
-        __syncthreads();
-    }
-    const int lane = threadIdx.x & 31, split = (threadIdx.x >> 5) % SPLIT, group = (threadIdx.x >> 5) / SPLIT, g = lane >> 2, t = lane & 3;
-    float* mine = parts + group * (SPLIT * 16 * ROWS);
-    const int tiles = p.outputs / 16, nsb = p.superblocks;
-    const int first_sb = nsb * split / SPLIT, end_sb = nsb * (split + 1) / SPLIT;
-    const int count = items.list ? *items.count : (items.rows + ROWS - 1) / ROWS * items.matrices;
-    const int units = count * tiles * p.count;
-    // Tiles of one weight and matrix follow each other, so that blocks that run together read neighbouring memory.
-    struct Where {
-        int tile, which, matrix, first, n;
-    };
-    const auto locate = [&](int unit) {
-        const int item = unit / tiles % count;
-        Where at;
-        at.tile = unit % tiles;
-        at.which = unit / tiles / count;
-        if (items.list) {
-            const int4 it = items.list[item];
-            at.matrix = it.x, at.first = it.y, at.n = it.z;
-        } else {
-            at.matrix = item % items.matrices;
-            at.first = item / items.matrices * ROWS;
-            at.n = min(ROWS, items.rows - at.first);
-        }
-        return at;
-    };
-    const auto load = [&](typename T::Frag& f, const Where& at, int sb) {
-        T::load(f, at.which ? p.w[1] : p.w[0], (at.matrix * tiles + at.tile) * nsb + sb, lane);
-    };
-    const int stride = gridDim.x * GROUPS;
-    int unit = blockIdx.x * GROUPS + group;
-    if (unit >= units) return;
-    Where here = locate(unit);
-    typename T::Frag frag;
-    if (first_sb < end_sb) load(frag, here, first_sb);
-    for (; unit < units; unit += stride) {
-        const Where at = here;
-        // The next unit's first superblock is on its way before this one's sums are written.
-        const bool more = unit + stride < units;
-        if (more) here = locate(unit + stride);
-        // Rows past the end repeat the last one; their sums are not written.
-        const auto out_row = [&](int j) { return items.list ? items.order[at.first + j] : (at.first + j) * items.matrices + at.matrix; };
-        Columns<NT> cols;
-#pragma unroll
-        for (int k = 0; k < NT; k++) {
-            const int a = out_row(min(4 * k + (g >> 1), at.n - 1));
-            cols.feed[k] = (items.list ? a / items.per_row : a) * nsb;
-        }
-        float sum[NT][2];
-#pragma unroll
-        for (int k = 0; k < NT; k++) sum[k][0] = sum[k][1] = 0.0f;
-        for (int sb = first_sb; sb < end_sb; sb++) {
-            if constexpr (T::PREFETCH && NT == 1) {
-                typename T::Frag next = frag;
-                if (sb + 1 < end_sb) load(next, at, sb + 1);
-                else if (more) load(next, here, first_sb);
-                T::add(frag, luts, Global<NT>{x, cols, sb, lane}, lane, sum);
-                frag = next;
-            } else {
-                T::add(frag, luts, Global<NT>{x, cols, sb, lane}, lane, sum);
-                if (sb + 1 < end_sb) load(frag, at, sb + 1);
-                else if (more) load(frag, here, first_sb);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < NT; k++) {
-            mine[(split * ROWS + 4 * k + t) * 16 + g] = sum[k][0];
-            mine[(split * ROWS + 4 * k + t) * 16 + g + 8] = sum[k][1];
-        }
-        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-        float* out = at.which ? p.out[1] : p.out[0];
-        for (int i = threadIdx.x & 127; i < at.n * 16; i += 128) {
-            float v = mine[i];
-#pragma unroll
-            for (int s = 1; s < SPLIT; s++) v = __fadd_rn(v, mine[s * ROWS * 16 + i]);
-            out[int64_t(out_row(i / 16)) * p.outputs + at.tile * 16 + i % 16] = v;
-        }
-        asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-    }
-}
-
-// As `product`, for many rows: an item is up to 64, whose activations a block of 8 warps holds in shared memory, one superblock at a
+// As `narrow` (narrow.cu), for many rows: an item is up to 64, whose activations a block of 8 warps holds in shared memory, one superblock at a
 // time with the next on its way. A warp has a tile of 16 outputs and all superblocks, so a weight is decoded once for 64 rows; it ends a
-// sum at each quarter of the row, as the warps of `product` do, and does the same operations on it in the same order.
+// sum at each quarter of the row, as the warps of `narrow` do, and does the same operations on it in the same order.
 constexpr int WARPS = 8;
 
 template <class T>
@@ -299,15 +195,7 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
                                           uint8_t* side2) { after_previous();                                                                         \
         repack<Tiled##T>(from, rows, superblocks, qs, side, side2);                                                                 \
     }                                                                                                                               \
-    extern "C" __global__ void embed_tiled_##T(Step s, Tiled w, int cols, float* out) { after_previous(); embed<Tiled##T>(s, w, cols, out); }         \
-    extern "C" __global__ void __launch_bounds__(256, Tiled##T::BLOCKS) product_##T##_1(Pair p, Acts x, Items items) { after_previous();                             \
-        extern __shared__ uint8_t shared[];                                                                                         \
-        product<Tiled##T, 1>(p, x, items, shared);                                                                                  \
-    }                                                                                                                               \
-    extern "C" __global__ void __launch_bounds__(128, 2) product_##T##_4(Pair p, Acts x, Items items) { after_previous();                             \
-        extern __shared__ uint8_t shared[];                                                                                         \
-        product<Tiled##T, 4>(p, x, items, shared);                                                                                  \
-    }
+    extern "C" __global__ void embed_tiled_##T(Step s, Tiled w, int cols, float* out) { after_previous(); embed<Tiled##T>(s, w, cols, out); }
 FOR_EACH_TILED(KERNELS)
 
 #define WIDE_KERNEL(T)                                                                                                             \

@@ -43,29 +43,21 @@ __device__ __forceinline__ float high_half(uint32_t v) { return __half2float(__u
 // 256 * hi + lo of a pair of sums whose high one may not fit 24 bits.
 __device__ __forceinline__ float join(int hi, int lo) { return __fmaf_rn(256.0f, float(hi), float(lo)); }
 
-// Where the activations of the columns are that this lane feeds: row * superblocks of column n * 8 + g, which is row n * 4 + g / 2,
-// byte g & 1. Sums c0, c1 belong to row n * 4 + t, whose place lane 8 * t knows.
-template <int NT>
-struct Columns {
-    int feed[NT];
-    __device__ __forceinline__ int get(int n, int lane) const { return __shfl_sync(~0u, feed[n], (lane & 3) * 8); }
+// Work of a product: activation rows of one matrix. Without a list of items, item i is up to so many rows (4, 16 or 64, as the kernel has
+// them) of matrix i % matrices from row i / matrices times that on, and row j of matrix k is row j * matrices + k of both sides. Laid
+// out as `ItemsArg` in kernels/src/cuda/quantized.rs.
+struct Items {
+    const int4* list;     // matrix, first entry of `order`, entries; or null
+    const int* count;     // items in the list
+    const int* order;     // output rows; the input row is the output row / per_row
+    int per_row;
+    int matrices;
+    int rows;             // per matrix, without a list
+    int known;            // whether the list was made before the kernel before this one, so that it need not be waited for
 };
 
-// Where `add` takes activations from: column n * 8 + g in step s; its sums over 16; the sums over 32 and the scale of row n * 4 + t.
-// This one reads global memory.
-template <int NT>
-struct Global {
-    const Acts& x;
-    const Columns<NT>& cols;
-    int sb, lane;
-    __device__ __forceinline__ int feed() const { return (lane >> 2 & 1) * 32 + (lane & 3) * 8; }
-    __device__ __forceinline__ void step(int) const {}
-    __device__ __forceinline__ uint2 q(int n, int s) const { return load8(x.q + int64_t(cols.feed[n] + sb) * ACT_Q + s * 64 + feed()); }
-    __device__ __forceinline__ uint2 m(int n) const { return load8(x.m + int64_t(cols.feed[n] + sb) * ACT_M + feed()); }
-    __device__ __forceinline__ const int* sums(int n) const { return x.sums + int64_t(cols.get(n, lane) + sb) * ACT_SUMS; }
-    __device__ __forceinline__ int sum(const int* of, int g) const { return __ldg(of + g); }
-    __device__ __forceinline__ float scale(int n) const { return __ldg(x.scale + cols.get(n, lane) + sb); }
-};
+// Parts of a row whose sums are made one by one.
+constexpr int SPLIT = 4;
 
 constexpr int STAGE_ROWS = 64;
 
@@ -119,7 +111,7 @@ __device__ __forceinline__ void copy4(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 
-// IQ2_XXS tables in shared memory, in WIDTH copies: with 16, lanes meet in no bank; 8 leave room for stages.
+// IQ2_XXS tables of the wide kernel in shared memory, in WIDTH copies: with 16, lanes meet in no bank; 8 leave room for stages.
 template <int WIDTH>
 struct Luts {
     uint2 grid[256 * WIDTH + (WIDTH == 0)];
@@ -153,8 +145,6 @@ struct TiledQ8_0 {
     static constexpr bool ASIDE = true;     // the wide kernel's sums of quarters in shared memory, for want of registers
     static constexpr bool HALF = false;     // whether items of up to 32 rows have their own code
     static constexpr bool AHEAD = ROOMY;    // whether the wide kernel loads weights one superblock ahead
-    static constexpr bool PREFETCH = false;  // the next superblock while one is computed: where its registers fit
-    static constexpr int BLOCKS = 2;        // per multiprocessor, of the narrow kernel
     static constexpr int PASS = ROOMY ? 16 : 4;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = Q8_0;
     struct Frag {
@@ -217,8 +207,6 @@ struct TiledQ2_K {
     static constexpr bool ASIDE = false;
     static constexpr bool HALF = true;
     static constexpr bool AHEAD = true;
-    static constexpr bool PREFETCH = true;  // the next superblock while one is computed: where its registers fit
-    static constexpr int BLOCKS = 2;        // per multiprocessor, of the narrow kernel
     static constexpr int PASS = ROOMY ? 16 : 8;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = Q2_K;
     struct Frag {
@@ -290,8 +278,6 @@ struct TiledQ4_K {
     static constexpr int CHUNKS = 2, SIDE = 16, SIDE2 = 0;
     static constexpr int WANTS = 2;         // of activations: nothing more, sums over 16, or sums over 32
     static constexpr bool LUT = false;
-    static constexpr bool PREFETCH = false;  // the next superblock while one is computed: where its registers fit
-    static constexpr int BLOCKS = 3;        // per multiprocessor, of the narrow kernel
     using Block = Q4_K;
     struct Frag {
         uint4 q[2][2], s[2];
@@ -382,8 +368,6 @@ struct TiledIQ2_XXS {
     static constexpr bool ASIDE = false;
     static constexpr bool HALF = true;
     static constexpr bool AHEAD = true;
-    static constexpr bool PREFETCH = true;  // the next superblock while one is computed: where its registers fit
-    static constexpr int BLOCKS = 2;        // per multiprocessor, of the narrow kernel
     static constexpr int PASS = ROOMY ? 16 : 8;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = IQ2_XXS;
     struct Frag {

@@ -3,6 +3,7 @@
 use super::buffer::{CudaBuffer, Growable};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
+use super::narrow::{self, Member};
 use super::kernels::{File, dim, int};
 use super::split::{ActsArg, order, quantize};
 use super::weight::CudaWeight;
@@ -15,6 +16,9 @@ pub(super) const SUPERBLOCK: usize = 256;
 /// Bytes of one copy of the IQ2_XXS kernel's tables in shared memory (`Luts` in tiled.cuh).
 const TABLES: usize = (256 + 128) * 8;
 
+/// Rows from which on a product may take the wide kernel.
+const WIDE_FROM: usize = 48;
+
 /// The kernels of a product, which give the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Width {
@@ -24,18 +28,6 @@ enum Width {
     Middle,
     /// For prefill: 64 rows whose activations are in shared memory.
     Wide,
-}
-
-/// How a kernel is launched.
-#[derive(Clone, Copy, Debug)]
-struct Launch {
-    /// At the end of its name: columns of 8 (4 rows) a warp computes.
-    columns: usize,
-    /// Tiles of 16 outputs that a block computes at once.
-    tiles: usize,
-    threads: u32,
-    blocks_per_multiprocessor: usize,
-    shared: usize,
 }
 
 impl Width {
@@ -54,7 +46,7 @@ impl Width {
         match rows {
             ..=4 => Self::Narrow,
             // Where 64 rows a block leave most of the device idle, 16 are faster.
-            48.. if shape.wide.is_some() && 2 * wide_units >= multiprocessors => Self::Wide,
+            WIDE_FROM.. if shape.wide.is_some() && 2 * wide_units >= multiprocessors => Self::Wide,
             _ => Self::Middle,
         }
     }
@@ -69,26 +61,11 @@ impl Width {
             _ => Self::Middle,
         }
     }
-
-    fn launch(self, shape: TileShape) -> Launch {
-        let tables = if shape.luts { TABLES } else { 0 };
-        // Sums of four warps are added in shared memory, but for the wide kernel.
-        let sums = 4 * TILE * self.rows() * 4;
-        let (columns, tiles, threads, blocks_per_multiprocessor, shared) = match self {
-            Self::Narrow => (1, 2, 256, shape.blocks, 2 * sums + 16 * tables),
-            Self::Middle => (4, 1, 128, 3, sums + 16 * tables),
-            Self::Wide => (16, 8, 256, 1, shape.wide.unwrap_or(usize::MAX)),
-        };
-        Launch { columns, tiles, threads, blocks_per_multiprocessor, shared }
-    }
 }
 
 /// How products with a type's tiles are launched (`Tiled…` in tiled.cuh).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TileShape {
-    /// Blocks of the narrow kernel per multiprocessor.
-    blocks: usize,
-    luts: bool,
     /// Shared memory of the wide kernel (`Shared` in quantized.cu), of types that have one.
     wide: Option<usize>,
 }
@@ -97,14 +74,14 @@ pub(super) struct TileShape {
 pub(super) fn tile_shape(ty: GgmlType) -> Option<TileShape> {
     // Two stages of 64 rows with the sums that some types want, and where two items' rows lie; then sums of quarters or tables.
     let wide = |mins: usize, more: usize| Some(2 * (64 * (512 + 4) + mins + 64 * 8) + more);
-    let (blocks, luts, wide) = match ty {
-        GgmlType::Q8_0 => (2, false, wide(16, 8 * 4 * TILE * 64 + 16)),
-        GgmlType::Q2_K => (2, false, wide(64 * 64, 32)),
-        GgmlType::Q4_K => (3, false, None),
-        GgmlType::IQ2_XXS => (2, true, wide(16, 16 + 8 * TABLES)),
+    let wide = match ty {
+        GgmlType::Q8_0 => wide(16, 8 * 4 * TILE * 64 + 16),
+        GgmlType::Q2_K => wide(64 * 64, 32),
+        GgmlType::Q4_K => None,
+        GgmlType::IQ2_XXS => wide(16, 16 + 8 * TABLES),
         _ => return None,
     };
-    Some(TileShape { blocks, luts, wide })
+    Some(TileShape { wide })
 }
 
 /// `Tiled` in tiled.cuh.
@@ -119,14 +96,14 @@ pub(super) struct TiledArg {
 /// `Items` in quantized.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-struct ItemsArg {
+pub(super) struct ItemsArg {
     list: u64,
     count: u64,
     order: u64,
     per_row: i32,
     matrices: i32,
     rows: i32,
-    pad: i32,
+    known: i32,
 }
 
 /// `Pair` in quantized.cu.
@@ -167,10 +144,12 @@ pub(super) struct Listed {
     order: u64,
     width: Width,
     most: usize,
+    /// Number of the launch that makes them.
+    made: u64,
 }
 
 impl Listed {
-    /// Room for lists of `assignments`, for products with weights of types `all`.
+    /// Room for lists of `assignments`, for products with weights of types `all`; the next launch makes them.
     pub(super) fn room(
         d: &CudaDevice,
         to: &mut Groups,
@@ -186,6 +165,7 @@ impl Listed {
             order: to.order.at_least(d.context(), assignments.max(128) * 4),
             width,
             most,
+            made: d.launches() + 1,
         }
     }
 
@@ -256,16 +236,22 @@ pub(super) fn product(
             (ItemsArg { matrices: int(matrices), rows: int(rows), ..ItemsArg::default() }, most, width)
         }
         Rows::Listed(l) => {
-            let items =
-                ItemsArg { list: l.list, count: l.count, order: l.order, per_row: int(per_row), ..ItemsArg::default() };
+            // The launch before the one that is running when this one starts.
+            let known = i32::from(l.made < d.launches());
+            let (list, count, order, per_row) = (l.list, l.count, l.order, int(per_row));
+            let items = ItemsArg { list, count, order, per_row, known, ..ItemsArg::default() };
             (items, l.most, l.width)
         }
     };
-    let launch = width.launch(shape);
-    let units = most * (outputs / TILE).div_ceil(launch.tiles) * w.len();
-    let grid = units.min(sms * launch.blocks_per_multiprocessor);
-    let name = format!("product_{}_{}", first.ty, launch.columns);
-    d.launch(File::Quantized, &name, [dim(grid), 1, 1], [launch.threads, 1, 1], launch.shared, &[&pair, x, &items]);
+    if width != Width::Wide {
+        let members: Vec<Member<'_>> =
+            w.iter().zip(out).map(|(weight, out)| Member { weight, outputs, out: *out }).collect();
+        return narrow::product(d, &members, x, &items, most, width == Width::Narrow);
+    }
+    let grid = sms.min(most * (outputs / TILE).div_ceil(8) * w.len());
+    let name = format!("product_{}_16", first.ty);
+    let shared = shape.wide.unwrap_or(usize::MAX);
+    d.launch(File::Quantized, &name, [dim(grid), 1, 1], [256, 1, 1], shared, &[&pair, x, &items]);
 }
 
 /// `outᵢ = x · wᵢᵀ` for tiled weights that share their inputs; neighbours of one shape go into one launch.
@@ -280,22 +266,26 @@ pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, group: &mut [(&CudaWeight, 
 }
 
 fn matmul_one_order(d: &CudaDevice, x: &CudaBuffer, acts: &ActsArg, group: &mut [(&CudaWeight, &mut CudaBuffer)]) {
-    let rows = Rows::Strided { matrices: 1, rows: x.rows() };
-    let mut at = 0;
-    while at < group.len() {
-        let shape = |i: usize| group.get(i).map(|(w, _)| (w.ty, w.rows, w.cols));
-        let n = if shape(at) == shape(at + 1) { 2 } else { 1 };
-        let part = &mut group[at..at + n];
-        let out: Vec<DevicePtr> = part
-            .iter_mut()
-            .map(|(_, out)| {
-                out.resize(x.rows());
-                out.start()
-            })
-            .collect();
-        let w: Vec<&CudaWeight> = part.iter().map(|(w, _)| *w).collect();
-        product(d, &w, acts, rows, 1, w[0].rows, &out);
-        at += n;
+    let rows = x.rows();
+    group.iter_mut().for_each(|(_, out)| out.resize(rows));
+    if rows < WIDE_FROM {
+        let width = if rows <= Width::Narrow.rows() { Width::Narrow } else { Width::Middle };
+        let items = ItemsArg { matrices: 1, rows: int(rows), ..ItemsArg::default() };
+        for alike in group.chunk_by(|a, b| (a.0.ty, a.0.cols) == (b.0.ty, b.0.cols)) {
+            for part in alike.chunks(narrow::MEMBERS) {
+                let members: Vec<Member<'_>> =
+                    part.iter().map(|(w, out)| Member { weight: w, outputs: w.rows, out: out.start() }).collect();
+                narrow::product(d, &members, acts, &items, rows.div_ceil(width.rows()), width == Width::Narrow);
+            }
+        }
+        return;
+    }
+    for alike in group.chunk_by(|a, b| (a.0.ty, a.0.rows, a.0.cols) == (b.0.ty, b.0.rows, b.0.cols)) {
+        for part in alike.chunks(2) {
+            let w: Vec<&CudaWeight> = part.iter().map(|(w, _)| *w).collect();
+            let out: Vec<DevicePtr> = part.iter().map(|(_, out)| out.start()).collect();
+            product(d, &w, acts, Rows::Strided { matrices: 1, rows }, 1, w[0].rows, &out);
+        }
     }
 }
 
@@ -307,19 +297,15 @@ mod tests {
     const TYPES: [GgmlType; 4] = [GgmlType::Q8_0, GgmlType::Q2_K, GgmlType::Q4_K, GgmlType::IQ2_XXS];
 
     #[test]
-    fn every_product_fits_shared_memory_and_wide_ones_are_for_types_that_have_one() {
+    fn wide_products_fit_shared_memory_and_are_for_types_that_have_one() {
         for ty in TYPES {
             let shape = tile_shape(ty).expect("tiles");
-            let mut all = vec![Width::Narrow, Width::Middle];
             for (rows, matrices, outputs) in [(48, 1, 8448), (512, 1, 2048), (2048, 8, 1024), (100_000, 1, 129_280)] {
                 let width = Width::of_rows(shape, rows, matrices, outputs, 132);
                 assert_eq!(width == Width::Wide, ty != GgmlType::Q4_K, "{ty}: {rows} rows");
-                all.push(width);
             }
-            for width in all {
-                let shared = dim(width.launch(shape).shared);
-                assert!(shared <= MAX_SHARED, "{ty}, {width:?}: {shared} bytes");
-            }
+            let shared = dim(shape.wide.unwrap_or(0));
+            assert!(shared <= MAX_SHARED, "{ty}: {shared} bytes");
         }
     }
 
