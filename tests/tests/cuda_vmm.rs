@@ -230,6 +230,33 @@ fn cuda_vmm_each_failing_call_of_a_load_is_a_named_refusal() {
     }
 }
 
+/// Whatever allocation it is: `DS4_CUDA_REFUSE` counts them, so that one that is added later is among them.
+#[test]
+fn cuda_vmm_any_refused_allocation_of_a_load_or_an_attach_is_a_typed_refusal() {
+    let mut refused = 0;
+    for n in 1.. {
+        let (sandbox, card) = (Sandbox::new(), Card::new().with("DS4_CUDA_REFUSE", n));
+        let mut owner = start_owner(&sandbox, &card, &["--backend", "cuda-vmm"]);
+        owner.wait_ready(SOON);
+        let model = card.model("m", 400_000);
+        let Err(said) = sandbox.try_ctl(&["load", text(&model)]) else { break };
+        assert!(said.contains("not_enough_memory"), "{n}: {said}");
+        assert!(owner.log().contains(&format!("DS4_CUDA_REFUSE={n}: cuMem")), "{n}: {}", owner.log());
+        wait_until_free(&card);
+        assert!(owner.running(), "{n}: {}", owner.log());
+        refused = n;
+    }
+    // Address space, a chunk, and the buffers of some threads.
+    assert!(refused >= 5, "{refused}");
+
+    let (sandbox, card) = (Sandbox::new(), Card::new());
+    let _owner = ready_owner(&sandbox, &card, &card.model("m", 10_000));
+    let held = card.held();
+    let (code, said) = refusal(&self_test(&sandbox, &card.seen_with("DS4_CUDA_REFUSE", 1), &[]));
+    assert!(code == 5 && said.contains("cuMemAddressReserve: not enough memory"), "{code} {said}");
+    assert_eq!(card.held(), held);
+}
+
 #[test]
 fn cuda_vmm_a_model_larger_than_the_card_is_refused_before_the_first_allocation() {
     let (sandbox, card) =
