@@ -94,11 +94,14 @@ class Process:
 class Served:
     """An owner of one model in a runtime directory of its own."""
 
-    def __init__(self, model, backend, *flags):
+    def __init__(self, model, backend, *flags, **environment):
         self.dir = Path(tempfile.mkdtemp(prefix="r", dir=WORK))
         self.owner = Process(
-            "ds4-weight-owner", "--runtime-dir", self.dir, "--allow-dev-models", "--backend", backend, "--model", model, *flags
-        ).wait_for("ready models")
+            "ds4-weight-owner", "--runtime-dir", self.dir, "--allow-dev-models", "--backend", backend, "--model", model, *flags,
+            **environment
+        )
+        if not environment:
+            self.owner.wait_for("ready models")
 
     def worker(self, *flags):
         return self.start_worker(*flags).wait_for("ready in")
@@ -331,6 +334,7 @@ def part_memory():
 
     lanes = [threading.Thread(target=lane) for _ in range(max(2, min(8, (os.cpu_count() or 4) - 2)))]
     [t.start() for t in lanes]
+    loads = loads_refused(model) if BACKEND == "cuda-vmm" else {}
     [t.join() for t in lanes]
     wrong = {n: w["wrong"] for n, w in seen.items() if "wrong" in w}
     kinds = {}
@@ -338,6 +342,7 @@ def part_memory():
         kinds.setdefault(seen[n].get("outcome"), []).append(n)
     time.sleep(0.5)
     out = {
+        "loads_refused": loads,
         "allocations_fewer_than": most[0],
         "refused": len(seen),
         "outcomes": {k: len(v) for k, v in kinds.items()},
@@ -348,6 +353,29 @@ def part_memory():
     assert seen and not wrong, f"{len(wrong)} of {len(seen)}: {list(wrong.items())[:4]}"
     assert used() == before, f"{used()} MiB used at the end, {before} at the start"
     return out
+
+
+def loads_refused(model):
+    """Every allocation of a load is refused once: the owner that was to begin with this model says so and ends with code 5."""
+    each, cpus = {}, os.sched_getaffinity(0)
+    # Each of a loader's threads has buffers: two threads have all kinds of them.
+    os.sched_setaffinity(0, set(sorted(cpus)[:2]))
+    for n in range(1, 200):
+        served = Served(model, BACKEND, DS4_CUDA_REFUSE=str(n))
+        try:
+            served.owner.wait_for("ready models", 20)
+        except AssertionError:
+            text = served.owner.text()
+            said = next((l for l in reversed(text.splitlines()) if "memory" in l.lower()), "")
+            assert served.owner.process.poll() == 5, f"{n}: {served.owner.process.poll()}: {text[-400:]}"
+            assert "is refused" in text and said, f"{n}: {text[-400:]}"
+            each[n] = said.strip()[-140:]
+        else:
+            assert "is refused" not in served.owner.text(), f"{n}: it goes on without what was refused"
+            served.stop()
+            os.sched_setaffinity(0, cpus)
+            return each
+    raise AssertionError("a load has no end of allocations")
 
 
 def refused_once(served, n, want):
