@@ -5,7 +5,7 @@ use crate::device::Device;
 use crate::ops::{MAX_BEST, RowQuery, RowSummary, SUM_ERROR, summarise_row};
 
 /// Rows that are easy and hard to select from.
-const KINDS: usize = 10;
+const KINDS: usize = 14;
 
 /// A row of logits of order 3.
 fn row(rng: &mut Random, kind: usize, width: usize) -> Vec<f32> {
@@ -26,6 +26,11 @@ fn row(rng: &mut Random, kind: usize, width: usize) -> Vec<f32> {
                 8 if i + 3 < width => f32::NEG_INFINITY,
                 8 => [0.0, -0.0][dice % 2],
                 9 => [f32::NAN, f32::NEG_INFINITY][dice % 2],
+                // One far ahead; heavy tails; differences that overflow; two flat heaps.
+                10 if i == 77 => 1e6,
+                11 => (x.abs() * 8.0).exp().copysign(x),
+                12 => x * 8e37,
+                13 => [100.0 + 1e-5 * x, 10.0 + 1e-4 * x][usize::from(dice < 875)],
                 _ => x,
             }
         })

@@ -7,14 +7,15 @@ use super::driver::KernelArg;
 use super::fatal::OrFatal;
 use super::host::Host;
 use super::kernels::{File, dim, int};
+use crate::Device;
 use crate::kernel_args;
-use crate::ops::{Drawn, MAX_BEST, RowQuery, RowSummary};
+use crate::ops::{Drawn, MAX_BEST, RowQuery, RowSummary, summarise_row};
 
-/// Logits a block, groups of them whose best ones make a threshold, most groups of a row, candidates that are listed, and queries of a
-/// launch (`CHUNK`, `GROUPS`, `MAX_GROUPS`, `LIST`, `QUERIES` in sample.cu).
+/// Logits a block, groups of them whose best ones make a threshold, most logits of a row, candidates that are listed, and queries of a
+/// launch (`CHUNK`, `GROUPS`, `MAX_CHUNKS`, `LIST`, `QUERIES` in sample.cu). Wider rows are read.
 const CHUNK: usize = 2048;
 const GROUPS: usize = 16;
-const MAX_GROUPS: usize = 4096;
+const MAX_WIDTH: usize = 256 * CHUNK;
 const LIST: usize = 1024;
 const QUERIES: usize = 64;
 
@@ -72,6 +73,14 @@ fn word(bytes: &[u8], i: usize) -> u64 {
 /// See [`crate::Device::summarise`].
 pub(super) fn summarise(d: &CudaDevice, logits: &CudaBuffer, queries: &[RowQuery], out: &mut Vec<RowSummary>) {
     out.clear();
+    if logits.width() > MAX_WIDTH {
+        let mut row = Vec::new();
+        for q in queries {
+            d.read(logits, q.row, &mut row);
+            out.push(summarise_row(&mut row, q));
+        }
+        return;
+    }
     for some in queries.chunks(QUERIES) {
         launch(d, logits, some, out);
     }
@@ -80,7 +89,6 @@ pub(super) fn summarise(d: &CudaDevice, logits: &CudaBuffer, queries: &[RowQuery
 fn launch(d: &CudaDevice, logits: &CudaBuffer, queries: &[RowQuery], out: &mut Vec<RowSummary>) {
     let width = logits.width();
     let chunks = width.div_ceil(CHUNK);
-    assert!(chunks * GROUPS <= MAX_GROUPS, "{width} logits in a row");
     let mut arg = Queries([Query { draw: -1.0, row: 0, best: 1, scale: 0.0, norm: 0 }; QUERIES]);
     for (to, q) in arg.0.iter_mut().zip(queries) {
         assert!(q.row < logits.rows() && (1..=MAX_BEST).contains(&q.best), "{q:?} of {} rows", logits.rows());

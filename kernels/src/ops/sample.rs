@@ -1,5 +1,5 @@
-//! What a sampler needs of a row of logits, so that it need not have the row: a row of 129,280 logits is 517 KB, and to weigh and to draw
-//! from it takes a CPU 0.4 ms.
+//! What a sampler needs of a row of logits, so that it need not have the row: a row of 129,280 logits is 517 KB, of which a
+//! CPU takes the best in 0.05 ms, draws in 0.2 ms, and with top-p in 0.95 ms.
 //!
 //! [`summarise_row`] is the definition, and what devices do whose memory is the host's. Others find the same best tokens bit for bit; their
 //! sums of the same weights (see [`exp_nonpositive`]) may differ in the order of f64 additions, that is by less than [`SUM_ERROR`].

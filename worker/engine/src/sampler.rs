@@ -59,9 +59,7 @@ impl Sampler {
             logits[token as usize] = logit;
         }
         let token = token?;
-        if self.penalised {
-            *self.counts.entry(token).or_insert(0) += 1;
-        }
+        self.count(token);
         Some(token)
     }
 
@@ -90,19 +88,36 @@ impl Sampler {
     }
 
     /// Applies penalties and bias in place, remembering what was there.
-    #[allow(clippy::cast_precision_loss, reason = "a count of generated tokens is far below 2^24")]
     fn modify(&self, logits: &mut [f32], undo: &mut Vec<(u32, f32)>) {
         undo.clear();
-        let p = &self.params;
         for (&token, &count) in &self.counts {
             let Some(logit) = logits.get_mut(token as usize) else { continue };
             undo.push((token, *logit));
-            *logit = if *logit > 0.0 { *logit / p.repetition_penalty } else { *logit * p.repetition_penalty };
-            if count > 0 {
-                *logit -= count as f32 * p.frequency_penalty + p.presence_penalty;
-            }
+            *logit = self.penalise(*logit, count);
         }
         self.bias(logits, undo);
+    }
+
+    /// The logit of a token that was in the prompt, or generated `count` times.
+    #[allow(clippy::cast_precision_loss, reason = "a count of generated tokens is far below 2^24")]
+    fn penalise(&self, logit: f32, count: u32) -> f32 {
+        let p = &self.params;
+        let repeated = if logit > 0.0 { logit / p.repetition_penalty } else { logit * p.repetition_penalty };
+        if count > 0 { repeated - (count as f32 * p.frequency_penalty + p.presence_penalty) } else { repeated }
+    }
+
+    /// A token's logit after penalties and biases: what [`Sampler::modify`] makes of it.
+    pub(crate) fn modified(&self, token: u32, logit: f32) -> f32 {
+        let penalised = self.counts.get(&token).map_or(logit, |count| self.penalise(logit, *count));
+        let own = self.params.logit_bias.iter().filter(|(t, _)| *t == token);
+        own.fold(penalised, |logit, (_, bias)| logit + bias)
+    }
+
+    /// Takes note of a token that was drawn.
+    pub(crate) fn count(&mut self, token: u32) {
+        if self.penalised {
+            *self.counts.entry(token).or_insert(0) += 1;
+        }
     }
 
     fn bias(&self, logits: &mut [f32], undo: &mut Vec<(u32, f32)>) {

@@ -5,6 +5,7 @@
 //! that [`Sampler::sample`] would do, in its order: a row's tokens that were cut off have weight 0 there, and adding 0 changes nothing.
 
 use ds4_kernels::math::exp::exp_nonpositive;
+use ds4_kernels::math::select::better;
 use ds4_kernels::ops::{MAX_BEST, RowQuery, RowSummary, SUM_ERROR};
 
 use crate::logprobs::LogSoftmax;
@@ -15,6 +16,8 @@ use crate::sampler::{Sampler, Scratch, draw};
 const NUCLEUS: usize = 128;
 /// Best tokens that are looked through for one of a few that syntax allows.
 const SYNTAX: usize = 64;
+/// Best tokens that are asked for beyond those wanted where penalties or biases may move some of them down.
+const MOVED: usize = 64;
 
 /// What a summary says about a decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,18 +30,23 @@ pub enum Short {
 
 impl Sampler {
     /// What is to be asked of row `row`, of `vocab` logits, so that a token can be drawn from the answer after `ahead` other draws. `None`:
-    /// the row itself is needed, as penalties and biases change any of its logits.
+    /// the row itself is needed, as where penalties or biases raise logits, or change the sum of all weights.
     pub fn query(&self, row: usize, ahead: usize, vocab: usize) -> Option<RowQuery> {
         let p = &self.params;
-        if self.penalised || !p.logit_bias.is_empty() {
+        let mut q = RowQuery { row, best: 1, scale: None, draw: None, norm: false };
+        let modifies = self.modifies();
+        if modifies && !self.only_lowers() {
             return None;
         }
-        let mut q = RowQuery { row, best: 1, scale: None, draw: None, norm: false };
+        if modifies {
+            q.best += MOVED;
+        }
         if p.temperature == 0.0 {
             return Some(q);
         }
         match self.kept(vocab) {
-            Some(top_k) => q.best = top_k,
+            Some(top_k) => q.best += top_k - 1,
+            None if modifies && (p.top_p < 1.0 || p.min_p == 0.0) => return None,
             None if p.top_p < 1.0 => (q.best, q.scale) = (NUCLEUS, Some(self.scale())),
             None if p.min_p > 0.0 => q.best = NUCLEUS,
             None => {
@@ -54,15 +62,21 @@ impl Sampler {
 
     /// As [`Sampler::sample`], from the answer to a query of [`Sampler::query`]. Nothing is drawn when the row is needed.
     pub fn sample_short(&mut self, s: &RowSummary, vocab: usize, scratch: &mut Scratch) -> Short {
+        if self.modifies() {
+            let Some(moved) = self.moved(s, vocab) else { return Short::NeedsRow };
+            return self.draw_short(&moved, vocab, scratch);
+        }
+        self.draw_short(s, vocab, scratch)
+    }
+
+    fn draw_short(&mut self, s: &RowSummary, vocab: usize, scratch: &mut Scratch) -> Short {
         let p = &self.params;
         let Some(&(max, best)) = s.best.first() else { return Short::NeedsRow };
-        if self.penalised || !p.logit_bias.is_empty() {
-            return Short::NeedsRow;
-        }
         if max == f32::NEG_INFINITY {
             return Short::Token(None);
         }
         if p.temperature == 0.0 {
+            self.count(best);
             return Short::Token(Some(best));
         }
         let mut rng = self.rng.clone();
@@ -82,7 +96,34 @@ impl Sampler {
         };
         let Some(token) = drawn else { return Short::NeedsRow };
         self.rng = rng;
+        self.count(token);
         Short::Token(Some(token))
+    }
+
+    fn modifies(&self) -> bool {
+        self.penalised || !self.params.logit_bias.is_empty()
+    }
+
+    /// Whether penalties and biases can make no logit larger.
+    fn only_lowers(&self) -> bool {
+        let p = &self.params;
+        let penalties = p.repetition_penalty >= 1.0 && p.frequency_penalty >= 0.0 && p.presence_penalty >= 0.0;
+        penalties && p.logit_bias.iter().all(|(_, bias)| *bias <= 0.0)
+    }
+
+    /// The summary of the row after penalties and biases that only lower: its best tokens as far as they are known, and no sums. A token
+    /// that is not among the row's best is no better than the last of them, before and after; so what stays above that one is known.
+    fn moved(&self, s: &RowSummary, vocab: usize) -> Option<RowSummary> {
+        if !self.only_lowers() {
+            return None;
+        }
+        let mut best: Vec<(f32, u32)> = s.best.iter().map(|&(logit, t)| (self.modified(t, logit), t)).collect();
+        if best.len() < vocab {
+            let last = s.best.last()?.0;
+            best.retain(|c| c.0 > last);
+        }
+        best.sort_unstable_by(better);
+        Some(RowSummary { best, ..RowSummary::default() })
     }
 
     /// As [`Sampler::best`].
@@ -236,8 +277,14 @@ mod tests {
                 top_p: self.one_of(&[1.0, 1.0, 0.1, 0.5, 0.9, 0.95, 0.999]),
                 min_p: self.one_of(&[0.0, 0.0, 0.02, 0.2]),
                 seed: Some(self.bits()),
-                frequency_penalty: self.one_of(&[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5]),
-                logit_bias: if self.below(12) == 0 { vec![(3, 2.0)] } else { Vec::new() },
+                frequency_penalty: self.one_of(&[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.5, 1.0, -0.5]),
+                presence_penalty: self.one_of(&[0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.5, -0.5]),
+                repetition_penalty: self.one_of(&[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.3, 5.0, 0.7]),
+                logit_bias: match self.below(12) {
+                    0 => vec![(3, 2.0)],
+                    1 => vec![(5, -100.0), (1, -0.5), (5, -1.0)],
+                    _ => Vec::new(),
+                },
                 ..SamplingParams::default()
             }
         }
@@ -252,23 +299,29 @@ mod tests {
     #[test]
     fn a_summary_gives_the_token_that_its_row_gives() {
         let mut r = Numbers(0x5eed);
-        let (mut short, mut whole, mut rows) = (Scratch::default(), Scratch::default(), 0);
-        let (mut answered, mut asked) = (0, 0);
-        for _ in 0..700 {
+        let (mut short, mut whole) = (Scratch::default(), Scratch::default());
+        // Rows, those that a summary was asked for, and those that it decided: without and with penalties and biases.
+        let mut seen = [[0u32; 3]; 2];
+        for _ in 0..1000 {
             let p = r.params();
-            let vocab = r.one_of(&[300, 1003, 3000]);
+            let vocab = r.one_of(&[40, 300, 1003, 3000]);
             // Two samplers of one seed, which must stay in step whichever way a token is drawn.
-            let (mut a, mut b) = (Sampler::new(p.clone(), &[]), Sampler::new(p.clone(), &[]));
+            let prompt: Vec<u32> = (0..30).map(|i| i * 9).collect();
+            let (mut a, mut b) = (Sampler::new(p.clone(), &prompt), Sampler::new(p.clone(), &prompt));
+            let mut base = r.row(vocab);
+            let seen = &mut seen[usize::from(a.modifies())];
             for _ in 0..8 {
-                rows += 1;
-                let mut row = r.row(vocab);
+                // Rows much like each other, so that what was drawn is good again.
+                let mut row = if r.below(3) == 0 { r.row(vocab) } else { base.clone() };
+                base[0] += 0.1;
                 let query = a.query(0, 0, vocab);
                 let summary = query.map(|q| off(summarise_row(&mut row, &q), f64::from(r.unit() - 0.5) * 1e-10));
                 select::sanitise(&mut row);
                 let want = b.sample(&mut row, &mut whole);
                 let got = summary.map_or(Short::NeedsRow, |s| a.sample_short(&s, vocab, &mut short));
-                asked += usize::from(query.is_some());
-                answered += usize::from(got != Short::NeedsRow);
+                seen[0] += 1;
+                seen[1] += u32::from(query.is_some());
+                seen[2] += u32::from(got != Short::NeedsRow);
                 let got = match got {
                     Short::Token(token) => token,
                     Short::NeedsRow => a.sample(&mut row, &mut short),
@@ -276,11 +329,10 @@ mod tests {
                 assert_eq!(got, want, "{p:?}, {vocab} logits");
             }
         }
-        println!("{rows} rows: {asked} asked for, {answered} answered");
-        assert!(
-            asked * 4 > rows * 3 && answered * 4 > asked * 3,
-            "{rows} rows: {asked} asked for, {answered} answered"
-        );
+        println!("rows, asked for, answered: {seen:?}");
+        let [[plain, asked, answered], [modified, modified_asked, modified_answered]] = seen;
+        assert!(asked * 10 > plain * 9 && answered * 4 > asked * 3, "{seen:?}");
+        assert!(modified_asked * 5 > modified && modified_answered * 2 > modified_asked, "{seen:?}");
     }
 
     #[test]
@@ -297,6 +349,26 @@ mod tests {
         for (q, want) in [(q, true), (at_an_edge, false)] {
             let s = summarise_row(&mut row.clone(), &q);
             assert_eq!(plain.sample_short(&s, 4, &mut Scratch::default()) != Short::NeedsRow, want, "{:?}", s.drawn);
+        }
+    }
+
+    #[test]
+    fn what_falls_below_the_last_known_token_is_not_decided() {
+        let banned = |tokens: &[u32]| SamplingParams {
+            logit_bias: tokens.iter().map(|t| (*t, -3.0)).collect(),
+            ..SamplingParams::greedy()
+        };
+        let row = [5.0, 4.0, 3.0, 3.5, 0.0];
+        for (tokens, want) in [
+            (&[0][..], Short::Token(Some(1))),
+            // 2 and 1 are no more than the 3 that others may have.
+            (&[0, 1, 3], Short::NeedsRow),
+            (&[0, 1], Short::Token(Some(3))),
+        ] {
+            let s =
+                summarise_row(&mut row.to_vec(), &RowQuery { row: 0, best: 4, scale: None, draw: None, norm: false });
+            let mut sampler = Sampler::new(banned(tokens), &[]);
+            assert_eq!(sampler.sample_short(&s, 5, &mut Scratch::default()), want, "{tokens:?}");
         }
     }
 
@@ -352,7 +424,7 @@ mod tests {
         assert_eq!(sampler.best_of_short(&s, &[0, 700]), Short::NeedsRow, "token 0 is not among the four best");
         let biased = SamplingParams { logit_bias: vec![(0, 50.0)], ..SamplingParams::greedy() };
         let biased = Sampler::new(biased, &[]);
-        assert_eq!((biased.best_short(&s), biased.query(0, 0, 5)), (Short::NeedsRow, None));
+        assert_eq!((biased.best_short(&s), biased.query(0, 0, 5)), (Short::NeedsRow, None), "it may raise any");
         let nothing = summarise_row(&mut [f32::NAN; 5], &with_syntax(sampler.query(0, 0, 5).unwrap()));
         assert_eq!(sampler.best_short(&nothing), Short::Token(None));
         assert_eq!(sampler.best_of_short(&nothing, &[1, 2]), Short::NeedsRow);

@@ -32,7 +32,9 @@ fn settings() -> Vec<(SamplingParams, bool)> {
         (SamplingParams { min_p: 0.3, ..sampling(5) }, false),
         (SamplingParams { top_k: 299, ..sampling(6) }, true),
         (SamplingParams { frequency_penalty: 0.5, ..sampling(7) }, true),
-        (SamplingParams { repetition_penalty: 1.2, ..SamplingParams::greedy() }, true),
+        (SamplingParams { presence_penalty: 0.5, top_k: 20, ..sampling(9) }, false),
+        (SamplingParams { repetition_penalty: 1.2, ..SamplingParams::greedy() }, false),
+        (SamplingParams { repetition_penalty: 0.9, ..SamplingParams::greedy() }, true),
         (SamplingParams { logit_bias: vec![(7, 3.0)], ..sampling(8) }, true),
     ]
 }
