@@ -193,13 +193,14 @@ impl Line {
 }
 
 /// Names of all families, and what they are.
-pub const FAMILIES: [(&str, &str); 10] = [
+pub const FAMILIES: [(&str, &str); 11] = [
     ("quantised", "products with Q8_0, Q4_K, Q2_K and IQ2_XXS matrices, against exact arithmetic"),
     ("dense", "products with F16, BF16 and F32 matrices, against exact arithmetic"),
     ("grouped", "the attention output's block-diagonal product"),
     ("experts", "the routed feed-forward part: grouping, gate and up, SwiGLU, down, weighted sum"),
     ("norms", "RMS norm of rows and of heads, clamped SwiGLU, rotation of heads' tails"),
-    ("hyper", "hyper-connections before and after a sublayer"),
+    ("hyper", "hyper-connections before a sublayer, with its norm, and after it"),
+    ("prepare", "norms, rotation and rounding of queries and key-value rows before an attention"),
     ("compressor", "pooling of windows into compressed rows, in both storage types"),
     ("indexer", "scores of compressed rows in FP4 and the best 512 of them"),
     ("attention", "sparse attention over a window of 128 rows and 512 compressed ones"),
@@ -219,6 +220,7 @@ pub fn run<D: Timed>(device: &D, name: &str, options: &Options) -> Option<Result
         "experts" => experts::experts(&bench),
         "norms" => rows::norms(&bench),
         "hyper" => rows::hyper(&bench),
+        "prepare" => sparse::prepare(&bench),
         "compressor" => sparse::compressors(&bench),
         "indexer" => sparse::indexer(&bench),
         "attention" => sparse::attention(&bench),

@@ -116,9 +116,17 @@ pub(super) fn norms<D: Timed>(b: &Bench<'_, D>) -> Result<Vec<Line>, DeviceError
     Ok(lines)
 }
 
-/// A hyper-connection before a sublayer, or after it.
+/// A hyper-connection before a sublayer with its norm, after it, or after it with the next mixer at hand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Side {
+    PreNorm,
+    Post,
+    PostToward,
+}
+
 struct Hyper {
-    after: bool,
+    side: Side,
+    norm: Vec<f32>,
     p: HyperParams,
     hidden: usize,
     mixer: SharedBytes,
@@ -127,11 +135,12 @@ struct Hyper {
 }
 
 impl Hyper {
-    fn new<D: Timed>(b: &Bench<'_, D>, after: bool) -> Self {
+    fn new<D: Timed>(b: &Bench<'_, D>, side: Side) -> Self {
         let (n, hidden) = (4, b.size(4096, 512));
         let mut rng = b.random();
         Self {
-            after,
+            side,
+            norm: (0..hidden).map(|_| 1.0 + 0.2 * rng.unit()).collect(),
             p: HyperParams { streams: n, iterations: 20, eps: 1e-6, rms_eps: 1e-6 },
             hidden,
             mixer: blocks(&mut rng, GgmlType::F16, n * hidden * (2 * n + n * n)),
@@ -141,16 +150,24 @@ impl Hyper {
         }
     }
 
+    fn after(&self) -> bool {
+        self.side != Side::PreNorm
+    }
+
     fn outputs(&self) -> usize {
         2 * self.p.streams + self.p.streams * self.p.streams
     }
 }
 
 impl Kernel for Hyper {
-    type Bound<D: Timed> = Vec<HyperWeights<D::Weight>>;
+    type Bound<D: Timed> = (Vec<HyperWeights<D::Weight>>, D::Weight);
 
     fn what(&self) -> String {
-        let name = if self.after { "hyper_post" } else { "hyper_pre" };
+        let name = match self.side {
+            Side::PreNorm => "hyper_pre_norm",
+            Side::Post => "hyper_post",
+            Side::PostToward => "hyper_post_toward",
+        };
         format!("{name} ({} streams of {})", self.p.streams, self.hidden)
     }
 
@@ -163,7 +180,7 @@ impl Kernel for Hyper {
                 base: floats(d, 1, outputs, &self.base)?,
             })
         };
-        (0..copies).map(one).collect()
+        Ok(((0..copies).map(one).collect::<Result<_, DeviceError>>()?, floats(d, 1, self.hidden, &self.norm)?))
     }
 
     fn weight_bytes(&self) -> usize {
@@ -173,23 +190,32 @@ impl Kernel for Hyper {
     fn widths(&self) -> Vec<usize> {
         let state = self.p.streams * self.hidden;
         // What is judged comes last: the sublayer's input, or the state.
-        if self.after { vec![self.outputs(), self.hidden, state] } else { vec![state, self.outputs(), self.hidden] }
+        if self.after() {
+            vec![self.outputs(), self.hidden, state]
+        } else {
+            vec![state, self.outputs(), self.hidden, self.hidden]
+        }
     }
 
     fn inputs(&self) -> usize {
-        if self.after { 3 } else { 1 }
+        if self.after() { 3 } else { 1 }
     }
 
     fn input(&self, k: usize, rng: &mut Random, _: usize, rows: usize) -> Vec<f32> {
         let n = rows * self.widths()[k];
         // Mixing weights are below 1, and their square part's rows sum to 1: the state does not grow without end.
-        if self.after && k == 0 { (0..n).map(|_| 0.125 + 0.125 * rng.unit()).collect() } else { rng.activations(n) }
+        if self.after() && k == 0 { (0..n).map(|_| 0.125 + 0.125 * rng.unit()).collect() } else { rng.activations(n) }
     }
 
-    fn run<D: Timed>(&self, d: &D, w: &Self::Bound<D>, i: usize, _: &mut Place<D>, buffers: &mut [D::Buffer]) {
-        match (self.after, buffers) {
-            (true, [mix, y, state]) => d.hyper_post(&self.p, mix, y, state),
-            (false, [state, mix, x]) => d.hyper_pre(&self.p, &w[i % w.len()], state, mix, x),
+    fn run<D: Timed>(&self, d: &D, (w, norm): &Self::Bound<D>, i: usize, _: &mut Place<D>, buffers: &mut [D::Buffer]) {
+        match (self.side, buffers) {
+            (Side::Post, [mix, y, state]) => d.hyper_post(&self.p, mix, y, state),
+            (Side::PostToward, [mix, y, state]) => {
+                d.hyper_post_toward(&self.p, mix, y, state, Some(&w[i % w.len()]));
+            }
+            (Side::PreNorm, [state, mix, x, out]) => {
+                d.hyper_pre_norm(&self.p, &w[i % w.len()], state, (norm, 1e-6), mix, x, out);
+            }
             _ => {}
         }
     }
@@ -202,30 +228,35 @@ impl Kernel for Hyper {
     #[allow(clippy::cast_precision_loss, reason = "a rate")]
     fn bytes(&self, rows: usize) -> f64 {
         let state = self.p.streams * self.hidden * 4;
-        if self.after {
-            (rows * (2 * state + self.hidden * 4)) as f64
-        } else {
-            (self.mixer.len() + rows * (state + self.hidden * 4)) as f64
-        }
+        let mixer = if self.side == Side::Post { 0 } else { self.mixer.len() };
+        let rows = rows * if self.after() { 2 * state + self.hidden * 4 } else { state + self.hidden * 4 };
+        (mixer + rows) as f64
     }
 
     #[allow(clippy::cast_precision_loss, reason = "a rate")]
     fn macs(&self, rows: usize) -> f64 {
         let n = self.p.streams;
-        let each = if self.after { n * (n + 1) } else { n * self.outputs() + n };
+        let mixed = n * self.outputs();
+        let each = match self.side {
+            Side::PreNorm => mixed + n,
+            Side::Post => n * (n + 1),
+            Side::PostToward => mixed + n * (n + 1),
+        };
         (rows * self.hidden * each) as f64
     }
 }
 
 pub(super) fn hyper<D: Timed>(b: &Bench<'_, D>) -> Result<Vec<Line>, DeviceError> {
-    let mut lines = b.sweep(&Hyper::new(b, false))?;
-    lines.extend(b.sweep(&Hyper::new(b, true))?);
+    let mut lines = Vec::new();
+    for side in [Side::PreNorm, Side::Post, Side::PostToward] {
+        lines.extend(b.sweep(&Hyper::new(b, side))?);
+    }
     Ok(lines)
 }
 
 /// With a reference that has other weights.
 #[cfg(test)]
 pub(super) fn against<D: Timed>(b: &Bench<'_, D>, other: &Bench<'_, D>) -> Vec<Line> {
-    let [kernel, model] = [b, other].map(|b| Hyper::new(b, false));
+    let [kernel, model] = [b, other].map(|b| Hyper::new(b, Side::PreNorm));
     b.against(&kernel, &model).expect("memory")
 }
