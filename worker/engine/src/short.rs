@@ -222,6 +222,7 @@ pub fn token_logprob_short(s: &RowSummary, token: u32, k: usize, vocab: usize) -
 
 #[cfg(test)]
 mod tests {
+    use ds4_kernels::conformance::Random;
     use ds4_kernels::math::select;
     use ds4_kernels::ops::summarise_row;
 
@@ -229,27 +230,32 @@ mod tests {
     use crate::logprobs::token_logprob;
     use crate::request::SamplingParams;
 
-    /// SplitMix64, and numbers made of it.
-    struct Numbers(u64);
+    /// Random numbers, and rows and settings made of them.
+    struct Numbers(Random);
 
     impl Numbers {
+        /// From a new seed, or the one in `DS4_SEED`; tests show it when they fail.
+        fn fresh() -> Self {
+            let seed = Random::fresh_seed();
+            println!("DS4_SEED={seed}");
+            Self(Random::new(seed))
+        }
+
         fn bits(&mut self) -> u64 {
-            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            z ^ (z >> 31)
+            self.0.bits()
         }
 
-        fn below(&mut self, n: u64) -> usize {
-            usize::try_from(self.bits() % n).unwrap()
+        fn below(&mut self, n: usize) -> usize {
+            self.0.below(n)
         }
 
-        fn unit(&mut self) -> f32 {
-            (self.bits() >> 40) as f32 / 16_777_216.0
+        /// In -0.5..0.5.
+        fn half(&mut self) -> f32 {
+            self.0.unit() * 0.5
         }
 
         fn one_of<T: Copy>(&mut self, of: &[T]) -> T {
-            of[self.below(of.len() as u64)]
+            of[self.below(of.len())]
         }
 
         /// Logits: of some spread, sometimes rounded (ties), sometimes with values that are no numbers.
@@ -257,7 +263,7 @@ mod tests {
             let (spread, round, bad) = (self.one_of(&[0.1, 2.0, 5.0, 20.0]), self.below(3) == 0, self.below(8) == 0);
             (0..vocab)
                 .map(|_| {
-                    let x = (0..6).map(|_| self.unit() - 0.5).sum::<f32>() * 1.4 * spread;
+                    let x = (0..6).map(|_| self.half()).sum::<f32>() * 1.4 * spread;
                     match self.below(50) {
                         0 if bad => f32::NAN,
                         1 if bad => f32::INFINITY,
@@ -285,7 +291,6 @@ mod tests {
                     1 => vec![(5, -100.0), (1, -0.5), (5, -1.0)],
                     _ => Vec::new(),
                 },
-                ..SamplingParams::default()
             }
         }
     }
@@ -298,7 +303,7 @@ mod tests {
 
     #[test]
     fn a_summary_gives_the_token_that_its_row_gives() {
-        let mut r = Numbers(0x5eed);
+        let mut r = Numbers::fresh();
         let (mut short, mut whole) = (Scratch::default(), Scratch::default());
         // Rows, those that a summary was asked for, and those that it decided: without and with penalties and biases.
         let mut seen = [[0u32; 3]; 2];
@@ -315,7 +320,7 @@ mod tests {
                 let mut row = if r.below(3) == 0 { r.row(vocab) } else { base.clone() };
                 base[0] += 0.1;
                 let query = a.query(0, 0, vocab);
-                let summary = query.map(|q| off(summarise_row(&mut row, &q), f64::from(r.unit() - 0.5) * 1e-10));
+                let summary = query.map(|q| off(summarise_row(&mut row, &q), f64::from(r.half()) * 1e-10));
                 select::sanitise(&mut row);
                 let want = b.sample(&mut row, &mut whole);
                 let got = summary.map_or(Short::NeedsRow, |s| a.sample_short(&s, vocab, &mut short));
@@ -374,7 +379,7 @@ mod tests {
 
     #[test]
     fn draws_ahead_are_those_that_will_be_drawn() {
-        let mut r = Numbers(9);
+        let mut r = Numbers::fresh();
         let mut sampler = Sampler::new(SamplingParams { seed: Some(5), ..SamplingParams::default() }, &[]);
         let rows: Vec<Vec<f32>> = (0..4).map(|_| r.row(500)).collect();
         let ahead: Vec<RowSummary> = rows
@@ -390,14 +395,14 @@ mod tests {
 
     #[test]
     fn log_probabilities_are_the_rows() {
-        let mut r = Numbers(3);
+        let mut r = Numbers::fresh();
         let mut told = 0;
         for _ in 0..300 {
             let (vocab, k) = (1000, r.below(21));
             let mut row = r.row(vocab);
             let p = SamplingParams { seed: Some(r.bits()), ..SamplingParams::default() };
             let q = with_logprobs(Sampler::new(p, &[]).query(0, 0, vocab).unwrap(), k).unwrap();
-            let s = off(summarise_row(&mut row, &q), f64::from(r.unit() - 0.5) * 1e-10);
+            let s = off(summarise_row(&mut row, &q), f64::from(r.half()) * 1e-10);
             let token = if r.below(4) == 0 { 17 } else { s.drawn.unwrap().token };
             let want = token_logprob(&row, token, k, &mut Vec::new());
             let Some(got) = token_logprob_short(&s, token, k, vocab) else {
