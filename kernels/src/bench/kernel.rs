@@ -521,7 +521,11 @@ fn blocks(rng: &mut Random, ty: GgmlType, elems: usize) -> SharedBytes {
     let want = quant::row_bytes(ty, elems);
     // Of an odd number of rows' worth, so that rows of a matrix differ.
     let some = rng.weights(ty, 1, elems.min((1 << 22) + 256 * 37));
-    SharedBytes::from_vec(some.iter().copied().cycle().take(want).collect())
+    let mut all = Vec::with_capacity(want);
+    while all.len() < want {
+        all.extend_from_slice(&some[..some.len().min(want - all.len())]);
+    }
+    SharedBytes::from_vec(all)
 }
 
 fn weight<D: Device>(

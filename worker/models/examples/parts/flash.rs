@@ -33,7 +33,16 @@ fn blocks(rng: &mut Random, ty: GgmlType, elems: usize, std: f32) -> Vec<u8> {
             b[at + 2..at + 4].copy_from_slice(&half::f16::from_f32(d.to_f32() * min).to_le_bytes());
         }
     }
-    some.iter().copied().cycle().take(quant::row_bytes(ty, elems)).collect()
+    repeated(&some, quant::row_bytes(ty, elems))
+}
+
+/// `some` again and again, `len` bytes.
+fn repeated(some: &[u8], len: usize) -> Vec<u8> {
+    let mut all = Vec::with_capacity(len);
+    while all.len() < len {
+        all.extend_from_slice(&some[..some.len().min(len - all.len())]);
+    }
+    all
 }
 
 /// Flash with `layers` layers and a vocabulary of `vocabulary` tokens.
@@ -90,9 +99,9 @@ pub fn flash(layers: u64, vocabulary: u64) -> Weights {
                         let some: Vec<u8> = (0..elems.min(DISTINCT))
                             .flat_map(|_| half::f16::from_f32(1.7 * rng.unit() * size).to_le_bytes())
                             .collect();
-                        host.extend(some.iter().copied().cycle().take(elems * 2));
+                        host.extend_from_slice(&repeated(&some, elems * 2));
                     }
-                    _ => host.extend(blocks(&mut rng, ty, elems, size)),
+                    _ => host.extend_from_slice(&blocks(&mut rng, ty, elems, size)),
                 }
                 seen.push((key, offset));
                 offset

@@ -55,9 +55,20 @@ pub const fn bound(numerics: KvNumerics) -> f64 {
     }
 }
 
-/// Rows that may be beyond it: where two experts' or two compressed rows' scores are as near to each other as the roundings, the devices
-/// choose differently. With 256 experts that are drawn by scores which differ by 1e-4 between devices, that is one row of some 200.
-pub const BEYOND: f64 = 0.03;
+/// The share of a chunk's rows that may be beyond it: where two experts' or two compressed rows' scores are as near to each other as the
+/// roundings, the devices choose differently. With 256 experts that are drawn by scores which differ by 1e-4 between devices, that is one
+/// row of some 200.
+///
+/// Where the indexer cuts in the official profile, it is many: of the 8,192 elements of a row's indexer queries a few fall to another FP4
+/// code, and each moves scores by 0.4 % of their spread, while those of 1,152 rows are 0.1 to 0.2 % apart at the cut. So about every row
+/// meets another row or two at the edge of its 512, which mostly matters little (seen: 15 to 30 of 104 rows are beyond the bound). That the
+/// indexer selects the same rows for the same queries is what the family `indexer` of `ds4 bench kernel` checks.
+pub const fn beyond(numerics: KvNumerics, cuts: bool) -> f64 {
+    match (numerics, cuts) {
+        (KvNumerics::Official, true) => 0.5,
+        _ => 0.03,
+    }
+}
 
 /// Five layers of Flash: windows (0), ratio 4 (2, 4), ratio 128 (3); hashed up to 2.
 fn all() -> &'static Weights {
@@ -193,13 +204,21 @@ pub fn check<D: SparseOps + HyperOps + MoeOps>(d: &D, (name, ratio, hashed, nume
     for (i, token) in chunk.iter().take(8).enumerate() {
         assert!(there.feed(&[*token], true)[0] == got[i], "{name}: row {i} has other bits alone (DS4_SEED={seed})");
     }
-    let mut sorted: Vec<f64> = all.iter().flat_map(|(_, e)| e.clone()).collect();
-    sorted.sort_by(f64::total_cmp);
-    let beyond = sorted.iter().filter(|e| **e > bound(numerics)).count();
-    let at = |percent: usize| sorted[(sorted.len() - 1) * percent / 100];
-    let decode = all.iter().filter(|(n, _)| *n == "decode").flat_map(|(_, e)| e).copied().fold(0.0, f64::max);
-    let facts = json!({"rows": sorted.len(), "median": at(50), "of_ten_worst": at(90), "worst": at(100), "worst_decode": decode,
-        "beyond_bound": beyond, "bound": bound(numerics)});
-    assert!(beyond as f64 <= BEYOND * sorted.len() as f64, "{name}: {facts} (DS4_SEED={seed})");
+    let of = |names: &[&str]| {
+        let mut errors: Vec<f64> =
+            all.iter().filter(|(n, _)| names.contains(n)).flat_map(|(_, e)| e).copied().collect();
+        errors.sort_by(f64::total_cmp);
+        errors
+    };
+    let mut good = true;
+    let mut part = |names: &[&str], cuts: bool| {
+        let errors = of(names);
+        let far = errors.iter().filter(|e| **e > bound(numerics)).count();
+        good &= far as f64 <= beyond(numerics, cuts) * errors.len() as f64;
+        let at = |percent: usize| errors[(errors.len() - 1) * percent / 100];
+        json!({"rows": errors.len(), "median": at(50), "of_ten_worst": at(90), "worst": at(100), "beyond_bound": far})
+    };
+    let facts = json!({"start": part(&["start"], false), "at_depth": part(&["chunk", "decode"], ratio == 4), "bound": bound(numerics)});
+    assert!(good, "{name}: {facts} (DS4_SEED={seed})");
     facts
 }
