@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::kernel_bench::KernelBench;
 use ds4_api::ApiConfig;
 use ds4_engine::EngineConfig;
 use ds4_models::deepseek_v4::{MtpAlignment, MtpSettings};
 use ds4_settings::{ConfigArgs, ConfigErrors, Layered, Origins, Problems, default_runtime_dir};
-use crate::kernel_bench::KernelBench;
 
 /// Serves one model of a weight owner over HTTP.
 #[derive(clap::Parser)]

@@ -1,8 +1,8 @@
 //! `ds4-worker --bench-kernel`: the kernels that this binary would serve with, checked and timed. `ds4 bench kernel` shows the result.
 
+use ds4_kernels::CpuDevice;
 use ds4_kernels::bench::kernel::{self, FAMILIES, Line, Options, Size, Timed};
 use ds4_kernels::conformance::Random;
-use ds4_kernels::CpuDevice;
 use ds4_models::ModelError;
 
 use crate::failure::Failure;

@@ -28,8 +28,10 @@ pub fn check<D: Timed>(d: &D, name: &str) -> Value {
             l.bound,
             l.varying_rows
         );
-        all.push(json!({"what": l.what, "rows": l.rows, "us": (l.microseconds * 100.0).round() / 100.0, "bytes": l.bytes,
-            "flops": 2.0 * l.macs, "error": l.error, "bound": l.bound, "of_ceiling": [ceiling.0, ceiling.1]}));
+        all.push(
+            json!({"what": l.what, "rows": l.rows, "us": (l.microseconds * 100.0).round() / 100.0, "bytes": l.bytes,
+            "flops": 2.0 * l.macs, "error": l.error, "bound": l.bound, "of_ceiling": [ceiling.0, ceiling.1]}),
+        );
     }
     let failed: Vec<_> = lines.iter().filter(|l| !l.passed()).collect();
     assert!(failed.is_empty(), "seed {}: {failed:?}", options.seed);
