@@ -32,7 +32,8 @@ __device__ __forceinline__ Place place(const Compress& p, const Frontier& f, int
 
 // Takes candidates i, i + step, ... below count, U at a time: their loads are under way together.
 template <int U>
-__device__ __forceinline__ void pool(const Compress& p, const Frontier& f, int width, int first_pos, int first_row, int first, int count, int i, int step, int c, Pooled& all) {
+__device__ __forceinline__ void pool(const Compress& p, const Frontier& f, int width, int first_pos, int first_row, int first, int count, int i,
+                                     int step, int c, Pooled& all) {
 #pragma unroll
     for (int k = 0; k < 4; k++) all.top[k] = -CUDART_INF_F, all.sum[k] = all.acc[k] = 0.0f;
     for (; i < count; i += U * step) {
@@ -74,7 +75,8 @@ __device__ __forceinline__ void pool(const Compress& p, const Frontier& f, int w
 
 // What follows the pooling of a row, whose sums of squares are in parts: a warp has the 128 elements from `from` on. Indexer rows are
 // 128 wide.
-__device__ __forceinline__ void finish(const Compress& p, const Slot& rs, uint8_t* to, const float* row, const float* squares, const float2* turns, int from) {
+__device__ __forceinline__ void finish(const Compress& p, const Slot& rs, uint8_t* to, const float* row, const float* squares,
+                                       const float2* turns, int from) {
     const int lane = threadIdx.x & 31;
     const float sum = warp_sum(lane < p.dim / 32 ? squares[lane] : 0.0f);
     WarpRow<1> x;
@@ -94,7 +96,8 @@ __device__ __forceinline__ void finish(const Compress& p, const Slot& rs, uint8_
 // The row of window w, by a block of T. The order of sums depends on the compressor's shape and T, which follows from it (`block` in
 // kernels/src/cuda/compress.rs). `parts` is 12 T floats.
 template <int T>
-__device__ __forceinline__ void emit(float* parts, const Compress& p, const Frontier& f, const Slot& rs, uint64_t bank, int width, int first_pos, int first_row, int w) {
+__device__ __forceinline__ void emit(float* parts, const Compress& p, const Frontier& f, const Slot& rs, uint64_t bank, int width,
+                                     int first_pos, int first_row, int w) {
     __shared__ __align__(16) float row[512];
     __shared__ float squares[16];
     __shared__ __align__(16) float2 turns[256];

@@ -28,17 +28,19 @@ __device__ __forceinline__ uint32_t two_codes(uint32_t w) {
 }
 
 // scores[row][k] = sum_h w_h * scale * max(0, q_h . K_k) for the visible rows k of rows that see more than top_k. q is what prepare_* in
-// qkv.cu wrote. Blocks: (8 * N * WARPS keys, `tile` rows of the span, span); a warp has 8 * N keys in registers and all heads of one row
-// after the other. One order of sums for any N: a thread adds its heads tile by tile, then lanes are added.
+// qkv.cu wrote. Only rows row0 .. row1 of the step, whose scores begin with those of row0. Blocks: (8 * N * WARPS keys, `tile` rows of the
+// span, span); a warp has 8 * N keys in registers and all heads of one row after the other. One order of sums for any N: a thread adds its
+// heads tile by tile, then lanes are added.
 template <int N>
-__device__ __forceinline__ void scores_of(Step st, Slot rs, int heads, int top_k, int ratio, float scale, const uint4* q, const float* w, int tile, int stride, float* scores) {
+__device__ __forceinline__ void scores_of(Step st, Slot rs, int heads, int top_k, int ratio, float scale, const uint4* q, const float* w,
+                                          int tile, int row0, int row1, int stride, float* scores) {
     extern __shared__ uint4 shared[];
     const int span = blockIdx.z, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int first_pos = st.first_pos[span], first_row = st.first_row[span], span_rows = st.span_rows[span];
-    const int block_key = blockIdx.x * (8 * N * WARPS), end = min(span_rows, int(blockIdx.y + 1) * tile);
+    const int block_key = blockIdx.x * (8 * N * WARPS), end = min(min(span_rows, row1 - first_row), int(blockIdx.y + 1) * tile);
     // The first row that sees more than top_k rows, and the block's first key.
-    const int begin = max(int(blockIdx.y) * tile, (max(top_k, block_key) + 1) * ratio - 1 - first_pos);
-    if (begin >= end) return;
+    const int begin = max(max(int(blockIdx.y) * tile, row0 - first_row), (max(top_k, block_key) + 1) * ratio - 1 - first_pos);
+    if (begin >= end) return after_previous();
     const int words = heads * 16;   // of 16 bytes, a row's queries
     float* weights = reinterpret_cast<float*>(shared + STAGES * words);
     const auto fetch = [&](int r, int stage) {
@@ -49,16 +51,12 @@ __device__ __forceinline__ void scores_of(Step st, Slot rs, int heads, int top_k
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    fetch(begin, 0);
-    fetch(begin + 1, 1);
-
     // Thread (g, t) has elements 32 t .. 32 t + 31 of keys g, g + 8, ...: four of them a step.
-    const int last = (first_pos + end) / ratio, key = block_key + (threadIdx.x >> 5) * (8 * N);
+    const int last = (first_pos + end) / ratio, key = block_key + (threadIdx.x >> 5) * (8 * N) + g;
     const uint64_t bank = st.banks[span];
     uint32_t b[N][STEPS][2];
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-        const uint8_t* from = slot_row(rs, bank, min(key + 8 * n + g, last - 1));
+    const auto load = [&](int n) {
+        const uint8_t* from = slot_row(rs, bank, min(key + 8 * n, last - 1));
         const int exponent = min(max(int(from[64 + t]), 127 - 24), 127 + 13);
         // 2^-24 .. 2^13: what f16 holds, subnormals included.
         const __half2 factor = __float2half2_rn(__uint_as_float(uint32_t(exponent) << 23)), up = __float2half2_rn(16384.0f);
@@ -68,7 +66,17 @@ __device__ __forceinline__ void scores_of(Step st, Slot rs, int heads, int top_k
 #pragma unroll
             for (int k = 0; k < 4; k++) b[n][2 * i + k / 2][k % 2] = times(times(two_codes(codes >> (8 * k)), up), factor);
         }
-    }
+    };
+    // Keys of earlier steps do not change: they are fetched while the kernel before this one ends. This step's come after that.
+#pragma unroll
+    for (int n = 0; n < N; n++) load(n);
+    after_previous();
+    fetch(begin, 0);
+    fetch(begin + 1, 1);
+    const int old = first_pos / ratio;
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        if (min(key + 8 * n, last - 1) >= old) load(n);
 
     int stage = 0;
     for (int r = begin; r < end; r++) {
@@ -98,14 +106,14 @@ __device__ __forceinline__ void scores_of(Step st, Slot rs, int heads, int top_k
                     total[n][i] = __fmaf_rn(w1, fmaxf(c[n][2 + i], 0.0f), __fmaf_rn(w0, fmaxf(c[n][i], 0.0f), total[n][i]));
         }
         const int visible = (first_pos + r + 1) / ratio;
-        float* out = scores + int64_t(first_row + r) * stride;
+        float* out = scores + int64_t(first_row + r - row0) * stride;
 #pragma unroll
         for (int n = 0; n < N; n++) {
 #pragma unroll
             for (int i = 0; i < 2; i++)
 #pragma unroll
                 for (int k = 4; k < 32; k <<= 1) total[n][i] = __fadd_rn(total[n][i], __shfl_xor_sync(~0u, total[n][i], k));
-            const int at = key + 8 * n + 2 * t;
+            const int at = key - g + 8 * n + 2 * t;
             if (g == n && at < visible) {
                 // Within the row of `stride` elements, a multiple of 8, also when the second one is not visible.
                 *reinterpret_cast<float2*>(out + at) = make_float2(total[n][0], total[n][1]);
@@ -118,9 +126,8 @@ __device__ __forceinline__ void scores_of(Step st, Slot rs, int heads, int top_k
 
 #define SCORES_KERNEL(N)                                                                                                                      \
     extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)                                                                               \
-        index_scores_fp4_##N(Step st, Slot rs, int heads, int top_k, int ratio, float scale, const uint4* q, const float* w, int tile, int stride, \
+        index_scores_fp4_##N(Step st, Slot rs, int heads, int top_k, int ratio, float scale, const uint4* q, const float* w, int tile, int row0, int row1, int stride, \
                              float* scores) {                                                                                                \
-        after_previous();                                                                                                                    \
-        scores_of<N>(st, rs, heads, top_k, ratio, scale, q, w, tile, stride, scores);                                                        \
+        scores_of<N>(st, rs, heads, top_k, ratio, scale, q, w, tile, row0, row1, stride, scores);                                                        \
     }
 SCORES_KERNEL(1) SCORES_KERNEL(2) SCORES_KERNEL(4)

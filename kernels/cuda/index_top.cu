@@ -2,10 +2,10 @@
 // comparisons only: all kernels here choose the same rows.
 #include "common.cuh"
 
-// A float's bits in an order that unsigned comparison knows.
+// A float's bits in an order that unsigned comparison knows; 0 is less than any of them.
 __device__ __forceinline__ uint32_t ordered(float x) {
     const uint32_t b = __float_as_uint(x);
-    return b & 0x80000000u ? ~b : b | 0x80000000u;
+    return b & 0x80000000u ? max(~b, 1u) : b | 0x80000000u;
 }
 
 // Number of all threads' `n`, added up, for a block of T. Calls take turns with two buffers (`turn`): who is a call ahead does not
@@ -18,14 +18,15 @@ __device__ __forceinline__ uint32_t block_count(uint32_t n, uint32_t (&parts)[2]
     return __reduce_add_sync(~0u, int(threadIdx.x & 31) < T / 32 ? parts[turn & 1][threadIdx.x & 31] : 0);
 }
 
-// The greatest number with zeros below bit LAST that at least `want` of the block's keys reach; `exact` when just as many do, which ends
+// The greatest number of bits `first` to LAST that at least `want` of the block's keys reach; `exact` when just as many do, which ends
 // the search. Otherwise, with LAST = 0, it is the want-th largest key, and `above` keys are greater.
 template <int T, int V, int LAST>
-__device__ __forceinline__ uint32_t border(const uint32_t (&key)[V], uint32_t want, uint32_t (&parts)[2][32], uint32_t& above, bool& exact) {
+__device__ __forceinline__ uint32_t border(const uint32_t (&key)[V], int first, uint32_t want, uint32_t (&parts)[2][32], uint32_t& above,
+                                           bool& exact) {
     uint32_t least = 0;
     above = 0;
     exact = false;
-    for (int bit = 31; bit >= LAST && !exact; bit--) {
+    for (int bit = first; bit >= LAST && !exact; bit--) {
         const uint32_t at = least | 1u << bit;
         uint32_t n = 0;
 #pragma unroll
@@ -56,13 +57,29 @@ __device__ __forceinline__ uint32_t block_before(uint32_t n, uint32_t (&parts)[2
 
 // Writes the indices of the `want` largest of the block's keys, of which a thread has V with ascending indices; keys that are not there
 // are 0 and have an index of `visible` or more.
-template <int T, int V>
-__device__ __forceinline__ void choose(const uint32_t (&key)[V], const int (&index)[V], int visible, uint32_t want, uint32_t (&parts)[2][32], int* to) {
+template <int T, int V, class Index>
+__device__ __forceinline__ void choose(uint32_t (&key)[V], Index index, int visible, uint32_t want, uint32_t (&parts)[2][32], int* to) {
+    uint32_t low = ~0u, high = 0;
+    if (V <= 8) {
+        // Scores of one sign and size share their first bits: counted from the smallest of them, keys are shorter.
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+#pragma unroll
+        for (int v = 0; v < V; v++)
+            if (index(v) < visible) low = min(low, key[v]), high = max(high, key[v]);
+        low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+        __syncthreads();
+        if (lane == 0) parts[0][warp] = low, parts[1][warp] = high;
+        __syncthreads();
+        low = __reduce_min_sync(~0u, lane < T / 32 ? parts[0][lane] : ~0u), high = __reduce_max_sync(~0u, lane < T / 32 ? parts[1][lane] : 0);
+        __syncthreads();
+#pragma unroll
+        for (int v = 0; v < V; v++) key[v] = index(v) < visible ? key[v] - low : 0;
+    }
     uint32_t above;
     bool exact;
-    const uint32_t least = border<T, V, 0>(key, want, parts, above, exact), ties = exact ? 0 : want - above;
-    const auto greater = [&](int v) { return exact ? key[v] >= least && index[v] < visible : key[v] > least; };
-    const auto equal = [&](int v) { return !exact && key[v] == least && index[v] < visible; };
+    const uint32_t least = border<T, V, 0>(key, V <= 8 ? 31 - __clz(high - low) : 31, want, parts, above, exact), ties = exact ? 0 : want - above;
+    const auto greater = [&](int v) { return exact ? key[v] >= least : key[v] > least; };
+    const auto equal = [&](int v) { return !exact && key[v] == least && (V > 8 || index(v) < visible); };
     uint32_t mine = 0;   // greater ones, and equal ones in the upper half
 #pragma unroll
     for (int v = 0; v < V; v++) mine += greater(v) ? 1u : equal(v) ? 0x10000u : 0u;
@@ -71,22 +88,22 @@ __device__ __forceinline__ void choose(const uint32_t (&key)[V], const int (&ind
     to += (before & 0xffff) + min(tied, ties);
 #pragma unroll
     for (int v = 0; v < V; v++)
-        if (greater(v) || (equal(v) && tied++ < ties)) *to++ = index[v];
+        if (greater(v) || (equal(v) && tied++ < ties)) *to++ = index(v);
 }
 
-// Indices of the top_k largest of scores[row][0..visible], ascending, ties to the lower index; counts[row] = -1 when all are seen.
+// Indices of the top_k largest of scores[row - row0][0..visible], ascending, ties to the lower index; counts[row] = -1 when all are seen.
 // A block of T per row holds V scores a thread in registers, at most T * V of them. The k-th largest is found bit by bit: in as many
 // steps whatever the scores are (a histogram's counters collide when scores share their exponent, as they do). With many scores, a
 // bound that the threads' largest have is found first, and what reaches it is left to one score a thread.
 template <int T, int V>
-__device__ __forceinline__ void top_of(Step st, int top_k, int ratio, const float* scores, int stride, int* rows, int* counts) {
+__device__ __forceinline__ void top_of(Step st, int top_k, int ratio, const float* scores, int row0, int stride, int* rows, int* counts) {
     __shared__ uint32_t parts[2][32];
-    const int row = blockIdx.x, visible = (st.positions[row] + 1) / ratio;
+    const int row = row0 + blockIdx.x, visible = (st.positions[row] + 1) / ratio;
     if (visible <= top_k) {
         if (threadIdx.x == 0) counts[row] = -1;
         return;
     }
-    const float* s = scores + int64_t(row) * stride;
+    const float* s = scores + int64_t(blockIdx.x) * stride;
     const int first = threadIdx.x * V;
     uint32_t key[V];
     if (V % 4 == 0) {
@@ -113,7 +130,7 @@ __device__ __forceinline__ void top_of(Step st, int top_k, int ratio, const floa
         bool exact;
 #pragma unroll
         for (int v = 0; v < V; v++) most[0] = max(most[0], key[v]);
-        const uint32_t bound = max(border<T, 1, 18>(most, max(uint32_t(top_k), T / 2u), parts, above, exact), 1u);
+        const uint32_t bound = max(border<T, 1, 18>(most, 31, max(uint32_t(top_k), T / 2u), parts, above, exact), 1u);
         uint32_t mine = 0;
 #pragma unroll
         for (int v = 0; v < V; v++) mine += key[v] >= bound;
@@ -126,24 +143,21 @@ __device__ __forceinline__ void top_of(Step st, int top_k, int ratio, const floa
                 if (key[v] >= bound) left_key[at] = key[v], left_index[at++] = first + v;
             __syncthreads();
             const bool there = threadIdx.x < left;
-            const uint32_t one[1] = {there ? left_key[threadIdx.x] : 0};
-            const int place[1] = {there ? left_index[threadIdx.x] : visible};
-            choose<T, 1>(one, place, visible, top_k, parts, to);
+            uint32_t one[1] = {there ? left_key[threadIdx.x] : 0};
+            const int place = there ? left_index[threadIdx.x] : visible;
+            choose<T, 1>(one, [&](int) { return place; }, visible, top_k, parts, to);
             return;
         }
         __syncthreads();
     }
-    int index[V];
-#pragma unroll
-    for (int v = 0; v < V; v++) index[v] = first + v;
-    choose<T, V>(key, index, visible, top_k, parts, to);
+    choose<T, V>(key, [&](int v) { return first + v; }, visible, top_k, parts, to);
 }
 
 #define TOP_KERNEL(T, V)                                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(T) index_top_##T##_##V(Step st, int top_k, int ratio, const float* scores, int stride, int* rows, \
+    extern "C" __global__ void __launch_bounds__(T) index_top_##T##_##V(Step st, int top_k, int ratio, const float* scores, int row0, int stride, int* rows, \
                                                                         int* counts) {                                                          \
         after_previous();                                                                                                                       \
-        top_of<T, V>(st, top_k, ratio, scores, stride, rows, counts);                                                                           \
+        top_of<T, V>(st, top_k, ratio, scores, row0, stride, rows, counts);                                                                           \
     }
 // Few rows want the threads, many rows the registers.
 TOP_KERNEL(512, 2) TOP_KERNEL(512, 4) TOP_KERNEL(512, 8) TOP_KERNEL(512, 16) TOP_KERNEL(1024, 16) TOP_KERNEL(1024, 32)
@@ -166,16 +180,17 @@ __device__ __forceinline__ int block_rank(bool take, int* sums, int& total) {
 
 // For any number of scores, which are read from memory five times. A block of 512 per row: the k-th largest is found byte by byte,
 // then one ordered pass writes the indices.
-extern "C" __global__ void __launch_bounds__(512) index_top(Step st, int top_k, int ratio, const float* scores, int stride, int* rows, int* counts) {
+extern "C" __global__ void __launch_bounds__(512) index_top(Step st, int top_k, int ratio, const float* scores, int row0, int stride,
+    int* rows, int* counts) {
     after_previous();
     __shared__ int histogram[256], sums[32];
     __shared__ uint32_t chosen, left;
-    const int row = blockIdx.x, visible = (st.positions[row] + 1) / ratio;
+    const int row = row0 + blockIdx.x, visible = (st.positions[row] + 1) / ratio;
     if (visible <= top_k) {
         if (threadIdx.x == 0) counts[row] = -1;
         return;
     }
-    const float* s = scores + int64_t(row) * stride;
+    const float* s = scores + int64_t(blockIdx.x) * stride;
     uint32_t prefix = 0, mask = 0;
     int want = top_k;
     for (int shift = 24; shift >= 0; shift -= 8) {

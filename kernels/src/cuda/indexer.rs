@@ -19,6 +19,8 @@ const WIDTH: usize = 128;
 const WARPS: usize = 8;
 const STAGES: usize = 3;
 const ROWS: usize = 32;
+/// Most memory for scores, as far as one block's rows fit: longer steps are computed in parts.
+const SCORES: usize = 160 << 20;
 
 /// Whether the tensor cores' kernel takes the indexer: keys stored in FP4, of the width that it is written for.
 pub(super) fn fits(step: &CudaStep, p: &Indexer) -> bool {
@@ -90,42 +92,58 @@ pub(super) fn index_select(
     // Whole blocks of keys: the stride need not change with every token.
     let stride = visible.next_multiple_of(INDEX_KEYS);
     let (top_k, ratio, n) = (int(p.top_k), int(p.ratio), int(stride));
-    let mut scores = 0;
-    if visible > p.top_k {
-        scores = d.scratch().scores.at_least(d.context(), rows * stride * 4);
-        let slot = step.layout().slot(p.rows_slot);
-        let heads = int(p.heads);
-        if fits(step, p) {
-            if out.queries_of != step.id {
-                // They were rounded by themselves: FP4 values, which f16 holds.
-                let (to, tiles) = (out.prepare(d, step, p), rows * p.heads / TILE);
-                let args = (q.start(), int(tiles));
-                let grid = [dim((tiles * TILE / 2).div_ceil(4)), 1, 1];
-                d.launch(File::Qkv, "index_pack", grid, [128, 1, 1], 0, &[&args.0, &args.1, &to]);
-            }
-            out.queries_of = 0;
+    let (top, block) = top_kernel(visible, rows);
+    let choose = |scores: u64, first: usize, count: usize| {
+        let first = int(first);
+        let all: [&dyn KernelArg; 8] = [&step.arg, &top_k, &ratio, &scores, &first, &n, &selected, &counts];
+        d.launch(File::IndexTop, top, [dim(count), 1, 1], [block, 1, 1], 0, &all);
+    };
+    if visible <= p.top_k {
+        return choose(0, 0, rows);
+    }
+    let tensor = fits(step, p);
+    if tensor && out.queries_of != step.id {
+        // They were rounded by themselves: FP4 values, which f16 holds.
+        let (to, tiles) = (out.prepare(d, step, p), rows * p.heads / TILE);
+        let args = (q.start(), int(tiles));
+        let grid = [dim((tiles * TILE / 2).div_ceil(4)), 1, 1];
+        d.launch(File::Qkv, "index_pack", grid, [128, 1, 1], 0, &[&args.0, &args.1, &to]);
+    }
+    out.queries_of = 0;
+    let (slot, heads) = (step.layout().slot(p.rows_slot), int(p.heads));
+    let part = rows_at_once(stride).min(rows);
+    let scores = d.scratch().work.at_least(d.context(), part * stride * 4);
+    for first in (0..rows).step_by(part) {
+        let count = part.min(rows - first);
+        let (row0, row1, weights) = (int(first), int(first + count), w.start());
+        if tensor {
             let multiprocessors = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
             let groups = groups(step.longest, step.spans * visible, multiprocessors);
             let tile = if groups == 4 { ROWS } else { step.longest };
-            let args = (out.queries.start(), w.start(), int(tile));
-            let all: [&dyn KernelArg; 11] =
-                [&step.arg, &slot, &heads, &top_k, &ratio, &p.scale, &args.0, &args.1, &args.2, &n, &scores];
+            let args = (out.queries.start(), int(tile));
+            let all: [&dyn KernelArg; 13] = [
+                &step.arg, &slot, &heads, &top_k, &ratio, &p.scale, &args.0, &weights, &args.1, &row0, &row1, &n,
+                &scores,
+            ];
             let name = format!("index_scores_fp4_{groups}");
             let grid = [dim(visible.div_ceil(8 * groups * WARPS)), dim(step.longest.div_ceil(tile)), dim(step.spans)];
             let shared = STAGES * p.heads * (p.head_dim * 2 + 4);
             d.launch(File::IndexScores, &name, grid, [dim(32 * WARPS), 1, 1], shared, &all);
         } else {
-            let args = (int(p.head_dim), q.start(), w.start());
-            let all: [&dyn KernelArg; 11] =
-                [&step.arg, &slot, &heads, &args.0, &top_k, &ratio, &p.scale, &args.1, &args.2, &n, &scores];
+            let args = (int(p.head_dim), q.start());
+            let all: [&dyn KernelArg; 12] =
+                [&step.arg, &slot, &heads, &args.0, &top_k, &ratio, &p.scale, &args.1, &weights, &row0, &n, &scores];
             let name = format!("index_scores_{}", per_lane(p.head_dim, 8));
-            let grid = [dim(stride / INDEX_KEYS), dim(rows), 1];
+            let grid = [dim(stride / INDEX_KEYS), dim(count), 1];
             d.launch(File::Indexer, &name, grid, BLOCK, p.heads * p.head_dim * 4, &all);
         }
+        choose(scores, first, count);
     }
-    let all: [&dyn KernelArg; 7] = [&step.arg, &top_k, &ratio, &scores, &n, &selected, &counts];
-    let (name, block) = top_kernel(visible, rows);
-    d.launch(File::IndexTop, name, [dim(rows), 1, 1], [block, 1, 1], 0, &all);
+}
+
+/// Rows whose `stride` scores each are in memory at once: whole blocks of them.
+fn rows_at_once(stride: usize) -> usize {
+    (SCORES / (stride * 4)).max(ROWS) / ROWS * ROWS
 }
 
 /// Groups of 8 keys that a warp has in registers, for spans of up to `longest` rows that see `keys` rows altogether: one or two for few rows,
@@ -143,11 +161,11 @@ fn top_kernel(visible: usize, rows: usize) -> (&'static str, u32) {
     let few = rows <= 64;
     match visible {
         ..=1024 => ("index_top_512_2", 512),
-        ..=2048 => ("index_top_512_4", 512),
-        ..=4096 => ("index_top_512_8", 512),
-        ..=8192 if !few => ("index_top_512_16", 512),
-        ..=16384 => ("index_top_1024_16", 1024),
-        ..=32768 => ("index_top_1024_32", 1024),
+        1025..=2048 => ("index_top_512_4", 512),
+        2049..=4096 => ("index_top_512_8", 512),
+        4097..=8192 if !few => ("index_top_512_16", 512),
+        4097..=16384 => ("index_top_1024_16", 1024),
+        16385..=32768 => ("index_top_1024_32", 1024),
         _ => ("index_top", 512),
     }
 }
@@ -155,6 +173,16 @@ fn top_kernel(visible: usize, rows: usize) -> (&'static str, u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn scores_take_no_more_memory_at_a_million_tokens() {
+        assert!(rows_at_once(2048) >= 2048 && rows_at_once(16_384) >= 2048);
+        for stride in [512, 2048, 16_384, 262_144] {
+            let rows = rows_at_once(stride);
+            assert!(rows.is_multiple_of(ROWS) && rows * stride * 4 <= SCORES, "{stride}");
+        }
+        assert_eq!(rows_at_once(1 << 24), ROWS);
+    }
 
     #[test]
     fn a_warp_has_more_keys_where_there_are_more_than_warps() {
