@@ -32,6 +32,7 @@ const FILES: &[&str] = &[
     "split",
     "state",
     "streams",
+    "wide",
 ];
 
 fn main() {

@@ -59,51 +59,6 @@ struct Items {
 // Parts of a row whose sums are made one by one.
 constexpr int SPLIT = 4;
 
-constexpr int STAGE_ROWS = 64;
-
-// The compiler's schedules for sm_121 need more registers, so that its wide kernels compute fewer columns at once.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr bool ROOMY = false;
-#else
-constexpr bool ROOMY = true;
-#endif
-
-// One superblock of 64 activation rows in shared memory. Steps of odd rows are swapped in pairs, so that the two rows that half a warp
-// reads lie in different banks.
-template <bool MINS>
-struct Stage {
-    uint8_t q[STAGE_ROWS * ACT_Q];
-    float scale[STAGE_ROWS];
-    uint8_t m[MINS ? STAGE_ROWS * ACT_M : 16];
-};
-
-__device__ __forceinline__ int stage_at(int row, int step) { return row * ACT_Q + ((step ^ (row & 1)) * 64); }
-
-// A `Stage` as `add` reads it, from column 8 * first on.
-struct Staged {
-    const uint8_t* even;
-    const uint8_t* odd;
-    const uint8_t* mins;
-    const float* scales;
-    template <bool MINS>
-    __device__ __forceinline__ Staged(const Stage<MINS>& s, int lane, int first) {
-        const int g = lane >> 2, t = lane & 3, feed = (g & 1) * 32 + t * 8;
-        even = s.q + stage_at(g >> 1, 0) + feed + first * (4 * ACT_Q);
-        odd = s.q + stage_at(g >> 1, 1) + feed + first * (4 * ACT_Q);
-        mins = s.m + (g >> 1) * ACT_M + feed + first * (4 * ACT_M);
-        scales = s.scale + 4 * first + t;
-    }
-    // Begins step s. The barrier keeps the compiler from fetching many steps' activations at once, for which there are no registers.
-    __device__ __forceinline__ void step(int s) const {
-        if (s % 2 == 0) __syncwarp();
-    }
-    __device__ __forceinline__ uint2 q(int n, int s) const {
-        return *reinterpret_cast<const uint2*>((s & 1 ? odd : even) + n * (4 * ACT_Q) + (s >> 1) * 128);
-    }
-    __device__ __forceinline__ uint2 m(int n) const { return *reinterpret_cast<const uint2*>(mins + n * (4 * ACT_M)); }
-    __device__ __forceinline__ float scale(int n) const { return scales[4 * n]; }
-};
-
 __device__ __forceinline__ void copy16(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
@@ -111,41 +66,15 @@ __device__ __forceinline__ void copy4(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 
-// IQ2_XXS tables of the wide kernel in shared memory, in WIDTH copies: with 16, lanes meet in no bank; 8 leave room for stages.
+// Tables of a type that has some: narrow.cu and wide.cuh have their own.
 template <int WIDTH>
-struct Luts {
-    uint2 grid[256 * WIDTH + (WIDTH == 0)];
-    uint2 signs[128 * WIDTH + (WIDTH == 0)];
-};
-
-__device__ __forceinline__ uint32_t byte_mask(uint32_t four) { return ((four * 0x00204081u) & 0x01010101u) * 255u; }
-
-// By a block of at least 128 threads. Each thread writes the copies of an entry, starting at another one than its neighbours: they would
-// all meet in one bank.
-template <int LUT_WIDTH>
-__device__ __forceinline__ void fill(Luts<LUT_WIDTH>* l) {
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-        const uint64_t e = IQ2_XXS_GRID[i];
-#pragma unroll
-        for (int k = 0; k < LUT_WIDTH; k++) l->grid[i * LUT_WIDTH + (k + i) % LUT_WIDTH] = make_uint2(uint32_t(e), uint32_t(e >> 32));
-    }
-    for (int i = threadIdx.x; i < 256; i += blockDim.x) {
-        const uint32_t s = even_signs(i & 127);
-        const uint2 v = make_uint2(byte_mask(s & 15), byte_mask(s >> 4));
-#pragma unroll
-        for (int k = 0; k < LUT_WIDTH / 2; k++) l->signs[(i & 127) * LUT_WIDTH + (2 * k + i + i / 128) % LUT_WIDTH] = v;
-    }
-}
+struct Luts;
 
 struct TiledQ8_0 {
     static constexpr int CHUNKS = 4, SIDE = 16, SIDE2 = 0;
     static constexpr int WANTS = 0;         // of activations: nothing more, sums over 16, or sums over 32
     static constexpr bool LUT = false;
     static constexpr bool MINS = false;     // whether it takes sums of activations over 16
-    static constexpr bool ASIDE = true;     // the wide kernel's sums of quarters in shared memory, for want of registers
-    static constexpr bool HALF = false;     // whether items of up to 32 rows have their own code
-    static constexpr bool AHEAD = ROOMY;    // whether the wide kernel loads weights one superblock ahead
-    static constexpr int PASS = ROOMY ? 16 : 4;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = Q8_0;
     struct Frag {
         uint4 q[4][2], d[2];
@@ -204,10 +133,6 @@ struct TiledQ2_K {
     static constexpr int WANTS = 1;         // of activations: nothing more, sums over 16, or sums over 32
     static constexpr bool LUT = false;
     static constexpr bool MINS = true;      // whether it takes sums of activations over 16
-    static constexpr bool ASIDE = false;
-    static constexpr bool HALF = true;
-    static constexpr bool AHEAD = true;
-    static constexpr int PASS = ROOMY ? 16 : 8;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = Q2_K;
     struct Frag {
         uint4 q[2];
@@ -365,10 +290,6 @@ struct TiledIQ2_XXS {
     static constexpr int WANTS = 0;         // of activations: nothing more, sums over 16, or sums over 32
     static constexpr bool LUT = true;
     static constexpr bool MINS = false;
-    static constexpr bool ASIDE = false;
-    static constexpr bool HALF = true;
-    static constexpr bool AHEAD = true;
-    static constexpr int PASS = ROOMY ? 16 : 8;          // columns of 8 that the wide kernel computes at once: as registers allow
     using Block = IQ2_XXS;
     struct Frag {
         uint4 q[2];
@@ -391,46 +312,6 @@ struct TiledIQ2_XXS {
         v |= __shfl_xor_sync(~0u, v, 2);
         return v;
     }
-    template <int WIDTH>
-    static __device__ __forceinline__ uint2 eight(const Luts<WIDTH>* l, uint32_t v, int lane) {
-        const int copy = lane & (WIDTH - 1);
-        const uint2 g = l->grid[(v & 255) * WIDTH + copy], m = l->signs[((v >> 8) & 127) * WIDTH + copy];
-        // Negation of the bytes under the mask; no byte is 0, so no carry leaves one.
-        return make_uint2((g.x ^ m.x) + (m.x & 0x01010101u), (g.y ^ m.y) + (m.y & 0x01010101u));
-    }
-    template <int NT, class L, class X>
-    static __device__ __forceinline__ void add(const Frag& f, const L* l, const X& x, int lane, float (&sum)[NT][2]) {
-        const int t = lane & 3;
-        const uint32_t wa[4] = {f.q[0].x, f.q[0].y, f.q[0].z, f.q[0].w}, wb[4] = {f.q[1].x, f.q[1].y, f.q[1].z, f.q[1].w};
-        const uint32_t sa = scales(f.q[0], t), sc = scales(f.q[1], t);
-        int total[NT][4];
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) total[n][i] = 0;
-#pragma unroll
-        for (int g = 0; g < 8; g++) {
-            x.step(g);
-            const uint2 a = eight(l, wa[g / 2] >> (16 * (g & 1)), lane), b = eight(l, wb[g / 2] >> (16 * (g & 1)), lane);
-            const int ka = 2 * ((sa >> (4 * g)) & 15) + 1, kb = 2 * ((sc >> (4 * g)) & 15) + 1;
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                int c[4] = {0, 0, 0, 0};
-                mma_s8(c, a.x, b.x, a.y, b.y, x.q(n, g));
-                total[n][0] += c[0] * ka;
-                total[n][1] += c[1] * ka;
-                total[n][2] += c[2] * kb;
-                total[n][3] += c[3] * kb;
-            }
-        }
-        const float da = __fmul_rn(low_half(f.d), 0.125f), db = __fmul_rn(high_half(f.d), 0.125f);
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const float s = x.scale(n);
-            sum[n][0] = __fmaf_rn(s, __fmul_rn(da, join(total[n][0], total[n][1])), sum[n][0]);
-            sum[n][1] = __fmaf_rn(s, __fmul_rn(db, join(total[n][2], total[n][3])), sum[n][1]);
-        }
-    }
     static __device__ __forceinline__ void pack(const uint8_t* row, int t, uint4 (&out)[CHUNKS], uint4&, uint32_t& side2) {
         for (int g = 0; g < 8; g++) {
             const uint8_t* p = row + 2 + 8 * g;
@@ -450,5 +331,3 @@ struct TiledIQ2_XXS {
 };
 
 #define FOR_EACH_TILED(X) X(Q8_0) X(Q2_K) X(Q4_K) X(IQ2_XXS)
-// Those that have a wide kernel: Q4_K's sums, totals and minima of 64 rows need more registers than there are.
-#define FOR_EACH_WIDE(X) X(Q8_0) X(Q2_K) X(IQ2_XXS)

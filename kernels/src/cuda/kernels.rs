@@ -56,6 +56,7 @@ files! {
     Split = "split";
     State = "state";
     Streams = "streams";
+    Wide = "wide";
 }
 
 /// All modules, and the functions that were asked for so far.

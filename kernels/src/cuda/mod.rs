@@ -48,6 +48,8 @@ mod step;
 mod streams;
 #[cfg(feature = "cuda")]
 mod weight;
+#[cfg(feature = "cuda")]
+mod wide;
 
 #[cfg(feature = "cuda")]
 pub use bank::{CudaBank, CudaCheckpoint};

@@ -1,0 +1,234 @@
+// Products for prefill: weights in tiles, many activation rows at a time. See tiled.cuh for tiles, activations and the order of sums,
+// wide.cuh for the types. CPU reference: kernels/src/cpu/matmul.rs, moe.rs.
+//
+// A block of 8 warps holds up to 64 rows of activations in shared memory, one superblock at a time with the next on its way. A warp has 32
+// outputs and all superblocks. At the end of each quarter of the row its sums are added to what `out` has, because there are no registers
+// for both; no other thread touches them, and the order is that of the warps of narrow.cu, which have a quarter each.
+#include "wide.cuh"
+
+constexpr int WARPS = 8, BLOCK_TILES = WARPS * TILES;
+
+// Laid out as `PairArg` in kernels/src/cuda/wide.rs.
+struct Pair {
+    Tiled w[2];
+    float* out[2];
+    int count;            // 1 or 2 weights of one shape with the same inputs
+    int outputs;          // rows of one matrix
+    int superblocks;
+};
+
+// A unit of work: an item's rows and neighbouring tiles of its matrix.
+struct Where {
+    int which, n;    // weight; rows
+    int tile, at;    // the first tile, and the matrix's first one in the weight
+};
+
+// The units of a launch.
+struct Units {
+    const Pair& p;
+    const Items& items;
+    int tiles, groups, count, all;
+    __device__ __forceinline__ Units(const Pair& p, const Items& items) : p(p), items(items) {
+        tiles = p.outputs / 16;
+        groups = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
+        count = items.list ? *items.count : (items.rows + WIDE_ROWS - 1) / WIDE_ROWS * items.matrices;
+        all = count * groups * p.count;
+    }
+    // Which unit that is, and for each of its rows the first superblock of the input row and the output row. Rows past the end repeat the
+    // last one; their sums are not written. Units that run together share weights, of plain products; of listed ones, the rows,
+    // because their weights differ. By at least 65 threads.
+    __device__ __forceinline__ void locate(int unit, Where& to, int2* rows) const {
+        const int item = items.list ? unit / groups % count : unit % count;
+        int matrix, first, n;
+        if (items.list) {
+            const int4 it = items.list[item];
+            matrix = it.x, first = it.y, n = it.z;
+        } else {
+            matrix = item % items.matrices;
+            first = item / items.matrices * WIDE_ROWS;
+            n = min(WIDE_ROWS, items.rows - first);
+        }
+        const int j = threadIdx.x;
+        if (j < WIDE_ROWS) {
+            const int r = first + min(j, n - 1), o = items.list ? items.order[r] : r * items.matrices + matrix;
+            rows[j] = make_int2((items.list ? o / items.per_row : o) * p.superblocks, o);
+        } else if (j == WIDE_ROWS) {
+            to = Where{unit / groups / count, n, (items.list ? unit % groups : unit / count % groups) * BLOCK_TILES, matrix * tiles};
+        }
+    }
+};
+
+// Barriers in shared memory: a thread that arrives goes on, and one that waits knows that all have arrived. So warps may be as much as half
+// a superblock apart, and one's decoding runs beside another's sums.
+__device__ __forceinline__ uint32_t shared_at(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ void barrier_init(uint64_t* b, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_at(b)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
+    asm volatile("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [%0]; }" ::"r"(shared_at(b)) : "memory");
+}
+// Arrives when this thread's copies so far have arrived.
+__device__ __forceinline__ void barrier_arrive_copies(uint64_t* b) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_at(b)) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* b, int parity) {
+    asm volatile("{ .reg .pred p; again%=: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra again%=; }" ::"r"(shared_at(b)), "r"(parity)
+                 : "memory");
+}
+
+// Ends a quarter: the first one's sums are written, the others' added to what is there. `out` is where this lane's outputs begin, and of the
+// warp's tiles so many exist. Rows in parts of AT of a lane's, whose loads are on their way together.
+template <int AT>
+__device__ __forceinline__ void end_quarter(float (&sum)[TILES][16][2], float* out, int outputs, int tiles, const int2* rows, int n, bool add) {
+    const int t = threadIdx.x & 3;
+#pragma unroll
+    for (int from = 0; from < 16; from += AT) {
+        if (from * 4 >= n) return;
+        float v[AT][TILES][2];
+        float* row[AT];
+#pragma unroll
+        for (int m = 0; m < AT; m++) {
+            const int r = (from + m) * 4 + t;
+            row[m] = out + int64_t(rows[r].y) * outputs;
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) v[m][i][h] = add && r < n && i < tiles ? row[m][i * 16 + h * 8] : 0.0f;
+        }
+#pragma unroll
+        for (int m = 0; m < AT; m++) {
+            const int r = (from + m) * 4 + t;
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float& a = sum[i][from + m][h];
+                    if (add) a = __fadd_rn(v[m][i][h], a);
+                    if (r < n && i < tiles) row[m][i * 16 + h * 8] = a;
+                    a = 0.0f;
+                }
+        }
+    }
+}
+
+template <class W>
+struct Shared {
+    WideStage<W::MINS> stages[2];
+    int2 rows[2][WIDE_ROWS];    // of this unit and the next: first superblock of the input row, output row
+    Where where[2];
+    uint64_t full[2], empty[2];
+    typename W::Luts luts;
+};
+// As `shared` in kernels/src/cuda/wide.rs has them.
+static_assert(sizeof(Shared<WideQ8_0>) == 67176 && sizeof(Shared<WideQ2_K>) == 75336 && sizeof(Shared<WideIQ2_XXS>) == 91744);
+
+template <class W>
+__device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const Items& items, uint8_t* memory) {
+    Shared<W>* shared = reinterpret_cast<Shared<W>*>(memory);
+    W::fill(&shared->luts);
+    const Units units(p, items);
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, nsb = p.superblocks;
+    // A quarter that is one superblock needs no sum of its own.
+    const bool single = W::SINGLE && nsb == SPLIT;
+    // 0, which the compiler does not know.
+    const uint32_t zero = uint32_t(p.count) >> 2;
+    // Starts the copies of superblock sb of n rows, or some more up to 16. A warp copies every eighth row.
+    const auto start = [&](int n, const int2* rows, int sb, WideStage<W::MINS>& to) {
+        const int padded = (n + 15) & ~15;
+        const uint8_t* q = x.q + int64_t(sb) * ACT_Q + lane * 16;
+        uint8_t* row = to.q + wide_at(warp, lane / 4) + lane % 4 * 16;
+        // All places are read before the first copy: the compiler leaves their order as it is.
+        int place[WIDE_ROWS / WARPS];
+#pragma unroll
+        for (int i = 0; i < WIDE_ROWS / WARPS; i++) place[i] = rows[warp + i * WARPS].x;
+        const int j = lane / 4 * WARPS + warp;
+        const int64_t from = rows[j].x + sb;
+#pragma unroll
+        for (int i = 0; i < WIDE_ROWS / WARPS; i++)
+            if (i * WARPS < padded) copy16(row + i * (WARPS * ACT_Q), q + int64_t(place[i]) * ACT_Q);
+        if (j < padded) {
+            if (lane % 4 == 0) copy4(to.scale + j, x.scale + from);
+            if (W::MINS) copy16(to.m + j * ACT_M + lane % 4 * 16, x.m + from * ACT_M + lane % 4 * 16);
+        }
+    };
+    // Where superblock sb of this warp's tiles lies. A tile past the last is the last one again, whose sums are not written.
+    const auto locate_tiles = [&](const Where& of, int sb, int (&to)[TILES]) {
+#pragma unroll
+        for (int i = 0; i < TILES; i++) to[i] = (of.at + min(of.tile + warp * TILES + i, units.tiles - 1)) * nsb + sb;
+    };
+    if (blockIdx.x >= units.all) return;
+    units.locate(blockIdx.x, shared->where[0], shared->rows[0]);
+    if (threadIdx.x == 0)
+        for (int i = 0; i < 2; i++) barrier_init(&shared->full[i], 32 * WARPS), barrier_init(&shared->empty[i], 32 * WARPS);
+    __syncthreads();
+    start(shared->where[0].n, shared->rows[0], 0, shared->stages[0]);
+    barrier_arrive_copies(&shared->full[0]);
+    typename W::Raw raw;
+    {
+        int at[TILES];
+        locate_tiles(shared->where[0], 0, at);
+#pragma unroll
+        for (int j = 0; j < 8; j++) W::load(raw, p.w[shared->where[0].which], at, lane, j);
+    }
+    int stage = 0;    // superblocks so far
+#pragma unroll 1
+    for (int turn = 0; blockIdx.x + turn * gridDim.x < units.all; turn++) {
+        const int following = blockIdx.x + (turn + 1) * gridDim.x;
+        const bool more = following < units.all;
+        const int2* rows = shared->rows[turn & 1];
+        // All warps have written the results of the unit before this one, whose rows these were.
+        __syncthreads();
+        if (more) units.locate(following, shared->where[(turn + 1) & 1], shared->rows[(turn + 1) & 1]);
+        __syncthreads();
+        const int n = shared->where[turn & 1].n;
+        float sum[TILES][16][2];
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int m = 0; m < 16; m++) sum[i][m][0] = sum[i][m][1] = single ? -0.0f : 0.0f;
+        int sb = 0;
+#pragma unroll 1
+        for (int s = 0; s < SPLIT; s++) {
+#pragma unroll 1
+            for (const int end = nsb * (s + 1) / SPLIT; sb < end; sb++) {
+                barrier_wait(&shared->full[stage & 1], stage >> 1 & 1);
+                const bool last = sb + 1 == nsb;
+                // After this superblock comes the same unit's next, or another unit's first; after the very last, itself again.
+                const int after = (last && more ? turn + 1 : turn) & 1, next_sb = last ? more ? 0 : sb : sb + 1;
+                const auto middle = [&]() {
+                    if (last && !more) return;
+                    // All warps have read the superblock before this one, which the next one's copies take the place of.
+                    if (stage > 0) barrier_wait(&shared->empty[(stage + 1) & 1], (stage - 1) >> 1 & 1);
+                    start(shared->where[after].n, shared->rows[after], next_sb, shared->stages[(stage + 1) & 1]);
+                    barrier_arrive_copies(&shared->full[(stage + 1) & 1]);
+                };
+                int next[TILES];
+                Tiled w;
+                W::add(raw, shared->stages[stage & 1], &shared->luts, lane, n, single, zero, sum, middle, [&](int j) {
+                    if (j == 0) {
+                        locate_tiles(shared->where[after], next_sb, next);
+                        w = p.w[shared->where[after].which];
+                    }
+                    W::load(raw, w, next, lane, j);
+                });
+                barrier_arrive(&shared->empty[stage & 1]);
+                stage++;
+            }
+            if (single && s < SPLIT - 1) continue;
+            const Where& at = shared->where[turn & 1];
+            const int tile = at.tile + warp * TILES;
+            end_quarter<W::AT>(sum, p.out[at.which] + tile * 16 + g, p.outputs, units.tiles - tile, rows, n, s > 0 && !single);
+        }
+    }
+}
+
+#define WIDE_KERNEL(T)                                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) wide_##T(const __grid_constant__ Pair p, const __grid_constant__ Acts x, \
+                                                                         const __grid_constant__ Items items) {                     \
+        after_previous();                                                                                                           \
+        extern __shared__ __align__(16) uint8_t aligned[];                                                                          \
+        wide_product<Wide##T>(p, x, items, aligned);                                                                                \
+    }
+WIDE_KERNEL(Q8_0)
+WIDE_KERNEL(Q2_K)
+WIDE_KERNEL(IQ2_XXS)

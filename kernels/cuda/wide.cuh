@@ -1,0 +1,357 @@
+// What the wide kernels (wide.cu) do with a superblock of a warp's 32 outputs, of one type each: weights become bytes for the tensor cores
+// once and stay in registers, while the sums of a few rows after the other are computed. 32 outputs, so that what a warp reads of
+// activations serves twice: with 16, shared memory's bandwidth is what the tensor cores' is. The sums' order is that of `add` in
+// tiled.cuh and of narrow.cu, so that the results have the same bits.
+#pragma once
+#include "tiled.cuh"
+
+// Rows of an item, and tiles of a warp.
+constexpr int WIDE_ROWS = 64, TILES = 2;
+
+// The compiler's schedules for sm_121 need more registers, so that fewer columns are computed at once there.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool ROOMY = false;
+#else
+constexpr bool ROOMY = true;
+#endif
+
+// As mma_s8 with sums that begin at 0: as an operand of its own it is the zero register, and not four moves.
+__device__ __forceinline__ void mma_s8_new(int (&c)[4], const uint32_t (&a)[4], uint2 b) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(0));
+}
+__device__ __forceinline__ void mma_u8_new(int (&c)[4], const uint32_t (&a)[4], uint2 b) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(0));
+}
+
+// One superblock of 64 activation rows in shared memory. Steps of odd rows are swapped in pairs, so that the two rows that half a warp
+// reads lie in different banks.
+template <bool MINS>
+struct WideStage {
+    uint8_t q[WIDE_ROWS * ACT_Q];
+    float scale[WIDE_ROWS];
+    uint8_t m[MINS ? WIDE_ROWS * ACT_M : 16];
+};
+
+__device__ __forceinline__ int wide_at(int row, int step) { return row * ACT_Q + ((step ^ (row & 1)) * 64); }
+
+// A `WideStage` as a warp's lane reads it, from row `first` on: what column n * 8 + g feeds in step s; its sums over 16; and the
+// scale of row n * 4 + t.
+struct WideActs {
+    const uint8_t* even;
+    const uint8_t* odd;
+    const uint8_t* mins;
+    const float* scales;
+    template <bool MINS>
+    __device__ __forceinline__ WideActs(const WideStage<MINS>& s, int lane, int first) {
+        const int g = lane >> 2, t = lane & 3, feed = (g & 1) * 32 + t * 8;
+        even = s.q + wide_at(g >> 1, 0) + feed + first * ACT_Q;
+        odd = s.q + wide_at(g >> 1, 1) + feed + first * ACT_Q;
+        mins = s.m + (g >> 1) * ACT_M + feed + first * ACT_M;
+        scales = s.scale + first + t;
+    }
+    __device__ __forceinline__ uint2 q(int n, int s) const {
+        return *reinterpret_cast<const uint2*>((s & 1 ? odd : even) + n * (4 * ACT_Q) + (s >> 1) * 128);
+    }
+    __device__ __forceinline__ uint2 m(int n) const { return *reinterpret_cast<const uint2*>(mins + n * (4 * ACT_M)); }
+    __device__ __forceinline__ float scale(int n) const { return scales[4 * n]; }
+};
+
+struct WideQ2_K {
+    static constexpr bool MINS = true, SINGLE = false;
+    static constexpr int C = 4, AT = 4;
+    struct Luts {};
+    static __device__ __forceinline__ void fill(Luts*) {}
+    struct Raw {
+        uint4 q[TILES][2];
+        uint2 s[TILES][2];
+        uint32_t m[TILES][2], d[TILES][2];
+    };
+    static __device__ __forceinline__ void load(Raw& r, const Tiled& w, const int (&at)[TILES], int lane, int j) {
+        const int t = lane & 3;
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int64_t row = int64_t(at[i]) * 16 + h * 8 + lane / 4;
+                if (j == 3) r.q[i][h] = load16(w.qs + int64_t(at[i]) * 1024 + h * 512 + lane * 16);
+                if (j == 5) r.s[i][h] = load8(w.side + row * 16 + (t >> 1) * 8);
+                if (j == 6) r.m[i][h] = load4(w.side + row * 16 + t * 4);
+                if (j == 7) r.d[i][h] = load4(w.side2 + row * 4);
+            }
+    }
+    // Adds a superblock's sums for n rows; calls then(j) for j = 0 .. 7 when `raw` may be overwritten, part after part.
+    template <class Middle, class Then>
+    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<true>& stage, const Luts*, int lane, int n, bool, uint32_t, float (&sum)[TILES][16][2], Middle middle, Then then) {
+        uint32_t a[8][TILES][4], rm[TILES][2], rd[TILES][2];
+        const int sub = lane & 1;
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+#pragma unroll
+            for (int s = 0; s < 4; s++) {
+                // Group 8 * (t / 2) + 2 * s + sub of each row: the quants times their scale fit a byte (3 * 15).
+                const uint32_t sa = ((s < 2 ? raw.s[i][0].x : raw.s[i][0].y) >> (16 * (s & 1) + 8 * sub)) & 15;
+                const uint32_t sc = ((s < 2 ? raw.s[i][1].x : raw.s[i][1].y) >> (16 * (s & 1) + 8 * sub)) & 15;
+#pragma unroll
+                for (int u = 0; u < 2; u++) {
+                    uint32_t(&to)[4] = a[2 * s + u][i];
+                    to[0] = (((u ? raw.q[i][0].z : raw.q[i][0].x) >> (2 * s)) & 0x03030303u) * sa;
+                    to[2] = (((u ? raw.q[i][0].w : raw.q[i][0].y) >> (2 * s)) & 0x03030303u) * sa;
+                    to[1] = (((u ? raw.q[i][1].z : raw.q[i][1].x) >> (2 * s)) & 0x03030303u) * sc;
+                    to[3] = (((u ? raw.q[i][1].w : raw.q[i][1].y) >> (2 * s)) & 0x03030303u) * sc;
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) rm[i][h] = raw.m[i][h], rd[i][h] = raw.d[i][h];
+        }
+        const auto pass = [&](int first, auto after) {
+            const WideActs x(stage, lane, 4 * first);
+            int total[TILES][C][4];
+#pragma unroll
+            for (int s = 0; s < 8; s++) {
+                __syncwarp();
+#pragma unroll
+                for (int m = 0; m < C; m++) {
+                    const uint2 v = x.q(m, s);
+#pragma unroll
+                    for (int i = 0; i < TILES; i++) {
+                        if (s == 0) mma_u8_new(total[i][m], a[s][i], v);
+                        else mma_u8(total[i][m], a[s][i][0], a[s][i][1], a[s][i][2], a[s][i][3], v);
+                    }
+                }
+                after(s);
+            }
+#pragma unroll
+            for (int m = 0; m < C; m++) {
+                const uint2 v = x.m(m);
+                const float scale = x.scale(m);
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    const uint32_t min[4] = {rm[i][0] & 0xf0f0f0f0u, rm[i][1] & 0xf0f0f0f0u, (rm[i][0] >> 4) & 0x0f0f0f0fu, (rm[i][1] >> 4) & 0x0f0f0f0fu};
+                    int mins[4];
+                    mma_u8_new(mins, min, v);
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const float v = __fmul_rn(low_half(rd[i][h]), float(256 * total[i][m][2 * h] + total[i][m][2 * h + 1]));
+                        float& to = sum[i][first + m][h];
+                        to = __fmaf_rn(scale, __fmaf_rn(-high_half(rd[i][h]), float(256 * mins[2 * h] + mins[2 * h + 1]), v), to);
+                    }
+                }
+            }
+        };
+#pragma unroll
+        for (int k = 16 / C - 1; k > 0; k--) {
+            if (k == 8 / C - 1) middle();
+            if (n > 4 * C * k) pass(C * k, [](int) {});
+        }
+        pass(0, then);
+    }
+};
+
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+    return v;
+}
+
+struct WideIQ2_XXS {
+    static constexpr bool MINS = false, SINGLE = false;
+    static constexpr int C = ROOMY ? 4 : 2, AT = 4;
+    // Copies of the tables, of which lane l reads copy l % COPIES.
+    static constexpr int COPIES = 16;
+    // Selectors for `prmt` of eight weights, a nibble each: the codebook's level (8, 25 or 43) in two bits, the sign in the third.
+    struct Luts {
+        uint32_t level[256 * COPIES];
+        uint32_t sign[128 * COPIES];
+    };
+    static __device__ __forceinline__ void fill(Luts* l) {
+        for (int i = threadIdx.x; i < 256 * COPIES; i += blockDim.x) {
+            const uint64_t e = IQ2_XXS_GRID[i / COPIES];
+            uint32_t v = 0;
+#pragma unroll
+            for (int k = 0; k < 8; k++) v |= uint32_t((e >> (8 * k + 4)) & 3) << (4 * k);   // 0, 1, 2 are in their high halves
+            l->level[i] = v;
+        }
+        for (int i = threadIdx.x; i < 128 * COPIES; i += blockDim.x) {
+            const uint32_t s = even_signs(i / COPIES);
+            uint32_t v = 0;
+#pragma unroll
+            for (int k = 0; k < 8; k++) v |= ((s >> k) & 1) << (4 * k + 2);
+            l->sign[i] = v;
+        }
+    }
+    struct Raw {
+        uint4 q[TILES][2];
+        uint32_t d[TILES];
+    };
+    static __device__ __forceinline__ void load(Raw& r, const Tiled& w, const int (&at)[TILES], int lane, int j) {
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            if (j == 4 || j == 5) r.q[i][j - 4] = load16(w.qs + int64_t(at[i]) * 1024 + (j - 4) * 512 + lane * 16);
+            if (j == 6) {
+                const uint8_t* d = w.side2 + (int64_t(at[i]) * 16 + lane / 4) * 2;
+                r.d[i] = u16_at(d) | (u16_at(d + 16) << 16);
+            }
+        }
+    }
+    template <class Middle, class Then>
+    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<false>& stage, const Luts* l, int lane, int n, bool, uint32_t, float (&sum)[TILES][16][2], Middle middle, Then then) {
+        uint32_t a[8][TILES][4], odd[TILES][2][2], rd[TILES];
+        const uint8_t* level = reinterpret_cast<const uint8_t*>(l->level + lane % COPIES);
+        const uint8_t* sign = reinterpret_cast<const uint8_t*>(l->sign + lane % COPIES);
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const uint32_t w[4] = {raw.q[i][h].x, raw.q[i][h].y, raw.q[i][h].z, raw.q[i][h].w};
+                // Twice the scale and one more, a byte for each group.
+                const uint32_t s = TiledIQ2_XXS::scales(raw.q[i][h], lane & 3), e = s & 0x0f0f0f0fu, o = (s >> 4) & 0x0f0f0f0fu;
+                odd[i][h][0] = permute(e, o, 0x5140) * 2 + 0x01010101u;
+                odd[i][h][1] = permute(e, o, 0x7362) * 2 + 0x01010101u;
+#pragma unroll
+                for (int g = 0; g < 8; g++) {
+                    const uint32_t v = w[g / 2], j = (g & 1 ? v >> 10 : v << 6) & 0x3fc0, k = (g & 1 ? v >> 18 : v >> 2) & 0x1fc0;
+                    const uint32_t which = *reinterpret_cast<const uint32_t*>(level + j) | *reinterpret_cast<const uint32_t*>(sign + k);
+                    a[g][i][h] = permute(0x002b1908, 0x00d5e7f8, which);
+                    a[g][i][2 + h] = permute(0x002b1908, 0x00d5e7f8, which >> 16);
+                }
+            }
+            rd[i] = raw.d[i];
+        }
+        const auto pass = [&](int first, auto after) {
+            const WideActs x(stage, lane, 4 * first);
+            int total[TILES][C][4];
+#pragma unroll
+            for (int g = 0; g < 8; g++) {
+                __syncwarp();
+                int k[TILES][2];
+#pragma unroll
+                for (int i = 0; i < TILES; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) k[i][h] = permute(odd[i][h][g / 4], 0, 0x4440 + g % 4);
+#pragma unroll
+                for (int m = 0; m < C; m++) {
+                    const uint2 v = x.q(m, g);
+#pragma unroll
+                    for (int i = 0; i < TILES; i++) {
+                        int c[4];
+                        mma_s8_new(c, a[g][i], v);
+#pragma unroll
+                        for (int h = 0; h < 4; h++) total[i][m][h] = (g ? total[i][m][h] : 0) + c[h] * k[i][h / 2];
+                    }
+                }
+                after(g);
+            }
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+                const float da = __fmul_rn(low_half(rd[i]), 0.125f), db = __fmul_rn(high_half(rd[i]), 0.125f);
+#pragma unroll
+                for (int m = 0; m < C; m++) {
+                    const float s = x.scale(m);
+                    float(&to)[2] = sum[i][first + m];
+                    to[0] = __fmaf_rn(s, __fmul_rn(da, join(total[i][m][0], total[i][m][1])), to[0]);
+                    to[1] = __fmaf_rn(s, __fmul_rn(db, join(total[i][m][2], total[i][m][3])), to[1]);
+                }
+            }
+        };
+#pragma unroll
+        for (int k = 16 / C - 1; k > 0; k--) {
+            if (k == 8 / C - 1) middle();
+            if (n > 4 * C * k) pass(C * k, [](int) {});
+        }
+        pass(0, then);
+    }
+};
+
+struct WideQ8_0 {
+    static constexpr bool MINS = false, SINGLE = true;
+    static constexpr int C = ROOMY ? 4 : 2, AT = 2;
+    struct Luts {};
+    static __device__ __forceinline__ void fill(Luts*) {}
+    struct Raw {
+        uint4 q[4][TILES][2], d[TILES][2];
+    };
+    static __device__ __forceinline__ void load(Raw& r, const Tiled& w, const int (&at)[TILES], int lane, int j) {
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (j & 1) r.q[j / 2][i][h] = load16(w.qs + int64_t(at[i]) * 4096 + (j / 2 * 2 + h) * 512 + lane * 16);
+                if (j == 7) r.d[i][h] = load16(w.side + (int64_t(at[i]) * 16 + h * 8 + lane / 4) * 16);
+            }
+    }
+    template <class Middle, class Then>
+    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<false>& stage, const Luts*, int lane, int n, bool single, uint32_t zero, float (&sum)[TILES][16][2], Middle middle, Then then) {
+        uint32_t a[8][TILES][4];
+        uint4 rd[TILES][2];
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+#pragma unroll
+            for (int b = 0; b < 8; b++) {
+                // The tensor cores take four neighbouring registers of two rows. Without an operation here, the compiler gathers them anew for
+                // each use, with four moves.
+                const uint4 q = raw.q[b / 2][i][0], r = raw.q[b / 2][i][1];
+                a[b][i][0] = (b & 1 ? q.z : q.x) ^ zero, a[b][i][1] = (b & 1 ? r.z : r.x) ^ zero;
+                a[b][i][2] = (b & 1 ? q.w : q.y) ^ zero, a[b][i][3] = (b & 1 ? r.w : r.y) ^ zero;
+            }
+            rd[i][0] = raw.d[i][0], rd[i][1] = raw.d[i][1];
+        }
+        const auto pass = [&](int first, auto after) {
+            const WideActs x(stage, lane, 4 * first);
+            float p[TILES][C][2];
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
+#pragma unroll
+                for (int m = 0; m < C; m++) p[i][m][0] = p[i][m][1] = 0.0f;
+#pragma unroll
+            for (int b = 0; b < 8; b++) {
+                __syncwarp();
+                float d[TILES][2];
+#pragma unroll
+                for (int i = 0; i < TILES; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const uint32_t both = (&rd[i][h].x)[b / 2];
+                        d[i][h] = b & 1 ? high_half(both) : low_half(both);
+                    }
+#pragma unroll
+                for (int m = 0; m < C; m++) {
+                    const uint2 v = x.q(m, b);
+#pragma unroll
+                    for (int i = 0; i < TILES; i++) {
+                        int c[4];
+                        mma_s8_new(c, a[b][i], v);
+                        p[i][m][0] = __fmaf_rn(d[i][0], float(256 * c[0] + c[1]), p[i][m][0]);
+                        p[i][m][1] = __fmaf_rn(d[i][1], float(256 * c[2] + c[3]), p[i][m][1]);
+                    }
+                }
+                // The next weights on their way while these are used: where there are registers for both.
+                if (ROOMY) after(b);
+            }
+            if (!ROOMY)
+#pragma unroll
+                for (int b = 0; b < 8; b++) after(b);
+#pragma unroll
+            for (int m = 0; m < C; m++) {
+                const float s = x.scale(m);
+#pragma unroll
+                for (int i = 0; i < TILES; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        // A quarter that is one superblock needs no sum of its own.
+                        float& to = sum[i][first + m][h];
+                        to = single ? __fadd_rn(to, __fmaf_rn(s, p[i][m][h], 0.0f)) : __fmaf_rn(s, p[i][m][h], to);
+                    }
+            }
+        };
+#pragma unroll
+        for (int k = 16 / C - 1; k > 0; k--) {
+            if (k == 8 / C - 1) middle();
+            if (n > 4 * C * k) pass(C * k, [](int) {});
+        }
+        pass(0, then);
+    }
+};
