@@ -427,7 +427,7 @@ def part_small():
     out["killed_mid_prefill"] = killed_mid_prefill(served, 900, "--prefill-chunk", "1")
     served.stop()
     out["guesses"] = guesses(path)
-    out["restart"] = bench("restart", "--model", path, "--cycles", "20")
+    out["restart"] = bench("restart", "--model", path, "--cycles", os.environ.get("DS4_GPU_CYCLES", "20"))
     return out
 
 
