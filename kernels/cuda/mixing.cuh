@@ -7,14 +7,14 @@
 constexpr int STREAMS = 4;
 constexpr int MIXES = 2 * STREAMS + STREAMS * STREAMS;
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdiv_rn(1.0f, __fadd_rn(1.0f, expf(-x))); }
-
-// 1/x with an error of a unit in the last place, for sums that are far from zero and from infinity.
+// 1/x with an error of a unit in the last place, for x that is far from zero and from infinity.
 __device__ __forceinline__ float reciprocal(float x) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
+
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(__fadd_rn(1.0f, expf(-x))); }
 
 __device__ __forceinline__ float sum4(float a, float b, float c, float d) { return __fadd_rn(__fadd_rn(a, b), __fadd_rn(c, d)); }
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ float softmax(float v, float eps) {
     const float e = expf(__fsub_rn(v, top));
     float sum = __fadd_rn(e, __shfl_xor_sync(~0u, e, 1));
     sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
-    return __fadd_rn(__fdiv_rn(e, sum), eps);
+    return __fmaf_rn(e, reciprocal(sum), eps);
 }
 
 // The weights of a row to `mix` (pre, post, comb); a warp, with what `gates` returned and what it took. Without iterations, comb is the

@@ -77,30 +77,43 @@ extern "C" __global__ void expert_sum(const float* parts, int used, int width, f
 // order within an expert is that of arrival, which no result depends on. One block.
 extern "C" __global__ void __launch_bounds__(1024) group_experts(const int* ids, int assignments, int experts, int rows, int4* list, int* count, int* order) {
     after_previous();
-    __shared__ int counts[1024], starts[1024], item_starts[1024];
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+    __shared__ int counts[1024];
+    __shared__ int2 ends[32];
+    const int e = threadIdx.x, lane = e & 31, warp = e >> 5;
+    // Several ids at once: each is a wait for memory.
+    const auto each = [&](auto act) {
+        for (int first = e; first < assignments; first += 4096) {
+            int id[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) id[i] = first + 1024 * i < assignments ? ids[first + 1024 * i] : -1;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (id[i] >= 0) act(id[i], first + 1024 * i);
+        }
+    };
+    counts[e] = 0;
     __syncthreads();
-    for (int a = threadIdx.x; a < assignments; a += blockDim.x) atomicAdd(&counts[ids[a]], 1);
+    each([&](int id, int) { atomicAdd(&counts[id], 1); });
     __syncthreads();
-    // Prefix sums over up to 1024 experts, in place of each thread's own.
-    const int e = threadIdx.x, mine = e < experts ? counts[e] : 0, blocks = (mine + rows - 1) / rows;
-    starts[e] = mine;
-    item_starts[e] = blocks;
-    for (int d = 1; d < 1024; d *= 2) {
-        __syncthreads();
-        const int s = e >= d ? starts[e - d] : 0, i = e >= d ? item_starts[e - d] : 0;
-        __syncthreads();
-        starts[e] += s;
-        item_starts[e] += i;
+    // Sums over the experts up to this thread's, of its assignments and of its items: in the warp, then over the warps before it.
+    const int mine = e < experts ? counts[e] : 0, blocks = (mine + rows - 1) / rows;
+    int2 sum = make_int2(mine, blocks);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int x = __shfl_up_sync(~0u, sum.x, d), y = __shfl_up_sync(~0u, sum.y, d);
+        if (lane >= d) sum.x += x, sum.y += y;
     }
+    if (lane == 31) ends[warp] = sum;
     __syncthreads();
-    const int start = starts[e] - mine, first = item_starts[e] - blocks;
-    if (e == 1023) *count = item_starts[1023];
+    int2 before = lane < warp ? ends[lane] : make_int2(0, 0);
+    sum.x += __reduce_add_sync(~0u, before.x);
+    sum.y += __reduce_add_sync(~0u, before.y);
+    const int start = sum.x - mine, first = sum.y - blocks;
+    if (e == 1023) *count = sum.y;
     for (int i = 0; i < blocks; i++) list[first + i] = make_int4(e, start + i * rows, min(rows, mine - i * rows), 0);
+    counts[e] = start;
     __syncthreads();
-    if (e < experts) counts[e] = start;
-    __syncthreads();
-    for (int a = threadIdx.x; a < assignments; a += blockDim.x) order[atomicAdd(&counts[ids[a]], 1)] = a;
+    each([&](int id, int a) { order[atomicAdd(&counts[id], 1)] = a; });
 }
 
 constexpr int FEW_ROWS = 16;

@@ -2,15 +2,16 @@
 // products, then gates, mixing weights, the combination, its norm and the splitting for products. CPU reference:
 // kernels/src/cpu/hyper.rs. Other numbers of streams: hyper.cu.
 //
-// The row of a state is 4 * width floats. A block has SLICE columns of all streams; its products with the mixer's outputs and its
-// squares go to `partial` [row][slice][32]: products 0 to 23, then 8 sums of squares. Sums of a row go lane by lane, then slice by
-// slice, whatever the number of rows.
+// The row of a state is 4 * width floats. A block has SLICE columns of all streams; to `partial` [row][slice][SUMS] go its products with
+// the mixer's outputs, 0 to 23, and the streams' products with each other (see `pair`), 24 to 33. Those give the state's RMS and, once
+// the gates are known, the RMS of the combination, so that no block needs another's columns. Sums of a row go lane by lane, then slice
+// by slice, whatever the number of rows.
 #include "mixing.cuh"
-#include "norm.cuh"
+#include "split.cuh"
 #include "quant.cuh"
 
 constexpr int SLICE = 256;
-constexpr int SUMS = 32;
+constexpr int SUMS = 64, PAIRS = 10;
 constexpr int WARPS = 8;
 
 // Eight weights of a mixer's row, as they are in memory. They are constants and may be fetched before the kernel's inputs exist; the
@@ -41,6 +42,9 @@ struct Eight {
         else return __uint_as_float(at % 4 ? w & 0xffff0000u : w << 16);
     }
 };
+
+// Pair i of streams: each with itself, then the six others.
+__device__ __forceinline__ int2 pair(int i) { return make_int2(int(0x2110003210ull >> (4 * i)) & 15, int(0x3323213210ull >> (4 * i)) & 15); }
 
 // What the streams are updated with: mix (pre, post, comb) of each row and y, to which `terms` rows of `parts` a row are added, in
 // order and before y itself. With `iterations`, comb is where the rounds begin, and they are done here. With `early`, several launches
@@ -135,10 +139,22 @@ struct Weights {
                 else w[p][s].clear();
             }
     }
-    // Products of R rows' streams in shared memory with this warp's outputs, stream by stream; and with the sums of squares of this
-    // warp's own columns to `partial`.
+    // One of eight columns of two streams each in shared memory, times the other.
+    static __device__ __forceinline__ float pair_product(const float* streams, int i) {
+        const int2 p = pair(i);
+        const float* a = streams + p.x * STRIDE + 4 * (threadIdx.x & 31);
+        const float* b = streams + p.y * STRIDE + 4 * (threadIdx.x & 31);
+        float sum = 0.0f;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float4 u = *reinterpret_cast<const float4*>(a + half * ODD), v = *reinterpret_cast<const float4*>(b + half * ODD);
+            sum = __fmaf_rn(u.w, v.w, __fmaf_rn(u.z, v.z, __fmaf_rn(u.y, v.y, __fmaf_rn(u.x, v.x, sum))));
+        }
+        return sum;
+    }
+    // Products of R rows' streams in shared memory with this warp's outputs, stream by stream, and of this warp's pairs of streams.
     template <int R>
-    __device__ __forceinline__ void products(const float* streams, const float (&squares)[R], int row, int rows, int slices, int slice, float* partial) {
+    __device__ __forceinline__ void products(const float* streams, int row, int rows, int slices, int slice, float* partial) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         float sum[3][R];
 #pragma unroll
@@ -166,18 +182,21 @@ struct Weights {
         const int which = (lane >> 4) + (lane >> 3 & 1) * 2, o = which < 3 ? warp * PER + which : MIXES + warp;
 #pragma unroll
         for (int r = 0; r < R; r++) {
-            const float v = four_sums(sum[0][r], sum[1][r], sum[2][r], squares[r]);
-            if (lane % 8 == 0 && (which == 3 || (which < PER && o < OUTS)) && row + r < rows) partial[(int64_t(row + r) * slices + slice) * SUMS + o] = v;
+            const float* all = streams + r * STREAMS * STRIDE;
+            float* to = partial + (int64_t(row + r) * slices + slice) * SUMS;
+            const float own = pair_product(all, warp);
+            // Of one row, all warps do what two have to: it costs no time beside the other sums, and a branch would.
+            const bool two = R == 1 || warp < PAIRS - WARPS;
+            float more = 0.0f;
+            if (two) more = warp_sum(pair_product(all, WARPS + warp % (PAIRS - WARPS)));
+            const float v = four_sums(sum[0][r], sum[1][r], sum[2][r], own);
+            if (row + r < rows) {
+                if (lane % 8 == 0 && (which == 3 || (which < PER && o < OUTS))) to[o] = v;
+                if (lane == 0 && warp < PAIRS - WARPS) to[MIXES + WARPS + warp] = more;
+            }
         }
     }
 };
-
-__device__ __forceinline__ float square(const float (&s)[STREAMS]) {
-    float v = 0.0f;
-#pragma unroll
-    for (int k = 0; k < STREAMS; k++) v = __fmaf_rn(s[k], s[k], v);
-    return v;
-}
 
 // Updates the streams (with POST) and begins the products with OUTS rows of `mixer` (unless there are none). Blocks: (row, slice).
 template <class T, int OUTS, bool POST>
@@ -216,8 +235,7 @@ __device__ __forceinline__ void mix_slice(const uint8_t* mixer, int width, int r
 #pragma unroll
         for (int k = 0; k < STREAMS; k++) streams[k * STRIDE + place(threadIdx.x)] = mine ? s[k] : 0.0f;
         __syncthreads();
-        const float squares[1] = {mine ? square(s) : 0.0f};
-        w.template products<1>(streams, squares, row, rows, gridDim.y, slice, partial);
+        w.template products<1>(streams, row, rows, gridDim.y, slice, partial);
     }
 }
 
@@ -225,74 +243,83 @@ __device__ __forceinline__ void copy4(float* to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 
-// As above for many rows: a block meets its weights, converted once for WIDE_ROWS of them, with `per_block` rows. A thread copies what
-// its column needs ahead into a ring of STAGES groups of rows in shared memory, and nobody else reads that.
-constexpr int WIDE_ROWS = 2, STAGES = 3, MOST_PER_BLOCK = 32;
+// As above for many rows: a block meets its weights, converted once for R of them, with `per_block` rows. A thread copies what its column
+// needs ahead into a ring of STAGES groups of R rows in shared memory, and nobody else reads that. WIDTH and TERMS are those of the
+// launch, or 0 and -1 for any: addresses are half of the loop's instructions where they are not constants.
+constexpr int MOST_PER_BLOCK = 32;
 
-template <class T>
-__device__ __forceinline__ void mix_slice_wide(const uint8_t* mixer, int width, int rows, int per_block, const Update& u, float* state, float* partial, float* ring) {
-    __shared__ float streams[2][WIDE_ROWS * STREAMS * STRIDE];
-    __shared__ __align__(16) float mix[MOST_PER_BLOCK * (MIXES - STREAMS)];
-    const int slice = blockIdx.y, column = slice * SLICE + threadIdx.x, first = blockIdx.x * per_block, end = min(rows, first + per_block);
-    const int each = STREAMS + 1 + u.terms, groups = (end - first + WIDE_ROWS - 1) / WIDE_ROWS;
+template <class T, int WIDTH, int TERMS, int R, int STAGES>
+__device__ __forceinline__ void mix_slice_wide(const uint8_t* mixer, int any_width, int rows, int per_block, const Update& u, float* state, float* partial, float* memory) {
+    const int width = WIDTH ? WIDTH : any_width, terms = TERMS >= 0 ? TERMS : u.terms, each = STREAMS + 1 + terms;
+    float* streams = memory;                                        // [2][R][STREAMS][STRIDE]
+    float* mix = streams + 2 * R * STREAMS * STRIDE;                // [MOST_PER_BLOCK][MIXES - STREAMS]
+    float* ring = mix + MOST_PER_BLOCK * (MIXES - STREAMS);         // [STAGES][R][each][SLICE]
+    const int slice = blockIdx.y, column = slice * SLICE + threadIdx.x, first = blockIdx.x * per_block, count = min(rows - first, per_block);
+    const int groups = (count + R - 1) / R;
     Weights<T, MIXES> w;
     w.load(mixer, width, slice);
     after_previous();
-    const bool mine = column < width;
-    // Rows past the end repeat the last one; nothing of them is written.
-    const auto start = [&](int group) {
-        if (mine && group < groups)
+    const bool mine = WIDTH % SLICE == 0 && WIDTH ? true : column < width;
+    float* at = state + int64_t(first) * STREAMS * width + column;
+    const float* y = u.y + int64_t(first) * width + column;
+    const float* parts = TERMS == 0 ? nullptr : u.parts + int64_t(first) * terms * width + column;
+    const float* from = at;
+    int left = count;
+    // Rows past the end are not copied; what is computed of them is not written.
+    const auto start = [&](int stage) {
+        float* to = ring + stage * (R * each * SLICE) + threadIdx.x;
 #pragma unroll
-            for (int r = 0; r < WIDE_ROWS; r++) {
-                const int64_t row = min(first + group * WIDE_ROWS + r, end - 1);
-                float* to = ring + ((group % STAGES) * WIDE_ROWS + r) * each * SLICE + threadIdx.x;
+        for (int r = 0; r < R; r++)
+            if (mine && r < left) {
 #pragma unroll
-                for (int k = 0; k < STREAMS; k++) copy4(to + k * SLICE, state + (row * STREAMS + k) * width + column);
-                copy4(to + STREAMS * SLICE, u.y + row * width + column);
+                for (int k = 0; k < STREAMS; k++) copy4(to + (r * each + k) * SLICE, from + (r * STREAMS + k) * width);
+                copy4(to + (r * each + STREAMS) * SLICE, y + r * width);
 #pragma unroll
-                for (int k = 0; k < MAX_TERMS; k++)
-                    if (k < u.terms) copy4(to + (STREAMS + 1 + k) * SLICE, u.parts + (row * u.terms + k) * width + column);
+                for (int k = 0; k < (TERMS >= 0 ? TERMS : MAX_TERMS); k++)
+                    if (k < terms) copy4(to + (r * each + STREAMS + 1 + k) * SLICE, parts + (r * terms + k) * width);
             }
         asm volatile("cp.async.commit_group;" ::: "memory");
+        from += R * STREAMS * width, y += R * width, parts += R * terms * width, left -= R;
     };
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) start(i);
-    if (threadIdx.x < 32) load_mix(u, first, end - first, mix);
+    if (threadIdx.x < 32) load_mix(u, first, count, mix);
     __syncthreads();
+    int stage = 0, ahead = STAGES - 1;
 #pragma unroll 1
     for (int g = 0; g < groups; g++) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        const int row = first + g * WIDE_ROWS;
-        float* all = streams[g & 1];
-        float squares[WIDE_ROWS];
+        float* all = streams + (g & 1) * (R * STREAMS * STRIDE);
+        const float* here = ring + stage * (R * each * SLICE) + threadIdx.x;
 #pragma unroll
-        for (int r = 0; r < WIDE_ROWS; r++) {
-            const float* from = ring + ((g % STAGES) * WIDE_ROWS + r) * each * SLICE + threadIdx.x;
+        for (int r = 0; r < R; r++) {
             float s[STREAMS] = {0.0f, 0.0f, 0.0f, 0.0f};
             if (mine) {
                 float part[MAX_TERMS];
 #pragma unroll
-                for (int k = 0; k < STREAMS; k++) s[k] = from[k * SLICE];
+                for (int k = 0; k < STREAMS; k++) s[k] = here[(r * each + k) * SLICE];
 #pragma unroll
-                for (int k = 0; k < MAX_TERMS; k++)
-                    if (k < u.terms) part[k] = from[(STREAMS + 1 + k) * SLICE];
-                update(s, total(part, from[STREAMS * SLICE], u.terms), mix + min(g * WIDE_ROWS + r, end - first - 1) * (MIXES - STREAMS));
-                if (row + r < end)
+                for (int k = 0; k < (TERMS >= 0 ? TERMS : MAX_TERMS); k++)
+                    if (k < terms) part[k] = here[(r * each + STREAMS + 1 + k) * SLICE];
+                update(s, total(part, here[(r * each + STREAMS) * SLICE], terms), mix + (g * R + r) * (MIXES - STREAMS));
+                if (g * R + r < count)
 #pragma unroll
-                    for (int k = 0; k < STREAMS; k++) state[(int64_t(row + r) * STREAMS + k) * width + column] = s[k];
+                    for (int k = 0; k < STREAMS; k++) at[(r * STREAMS + k) * width] = s[k];
             }
-            squares[r] = square(s);
 #pragma unroll
             for (int k = 0; k < STREAMS; k++) all[(r * STREAMS + k) * STRIDE + place(threadIdx.x)] = s[k];
         }
-        start(g + STAGES - 1);
+        at += R * STREAMS * width;
+        start(ahead);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+        ahead = ahead + 1 == STAGES ? 0 : ahead + 1;
 #pragma unroll
         for (int p = 0; p < Weights<T, MIXES>::PER; p++)
 #pragma unroll
             for (int k = 0; k < STREAMS; k++) w.w[p][k].stay();
         // Two buffers: who writes one again has passed the barrier after everybody's reads.
         __syncthreads();
-        w.template products<WIDE_ROWS>(all, squares, row, end, gridDim.y, slice, partial);
+        w.template products<R>(all, first + g * R, first + count, gridDim.y, slice, partial);
     }
 }
 
@@ -307,12 +334,16 @@ struct MixBF16 : BF16 { static constexpr bool HALF = false; };
     }
 #define MIX_ALL(T)                                                                                                                  \
     MIX(streams_mix_##T, Mix##T, MIXES, false) MIX(streams_post_mix_##T, Mix##T, MIXES, true) MIX(streams_head_##T, Mix##T, STREAMS, false) \
-    extern "C" __global__ void __launch_bounds__(256, Mix##T::BYTES == 4 ? 1 : 2) streams_post_mix_wide_##T(const uint8_t* mixer, int width, int rows, int per_block, Update u, float* state, float* partial) { \
-        extern __shared__ float ring[];                                                                                             \
-        mix_slice_wide<Mix##T>(mixer, width, rows, per_block, u, state, partial, ring);                                             \
+    WIDE(streams_post_mix_wide_##T, Mix##T, 0, -1, 2, 3)
+#define WIDE(NAME, T, WIDTH, TERMS, R, STAGES)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(256, T::BYTES == 4 ? 1 : 2) NAME(const uint8_t* mixer, int width, int rows, int per_block, Update u, float* state, float* partial) { \
+        extern __shared__ __align__(16) float memory[];                                                                             \
+        mix_slice_wide<T, WIDTH, TERMS, R, STAGES>(mixer, width, rows, per_block, u, state, partial, memory);                       \
     }
 MIX_ALL(F32) MIX_ALL(F16) MIX_ALL(BF16)
 MIX(streams_post, MixF32, 0, true)
+WIDE(streams_post_mix_4096_0_F16, MixF16, 4096, 0, 4, 2)
+WIDE(streams_post_mix_4096_6_F16, MixF16, 4096, 6, 2, 3)
 
 // What becomes of the products of one row's mixer.
 struct Finish {
@@ -328,33 +359,45 @@ struct Finish {
     float eps, rms_eps, norm_eps;
 };
 
-// A block per row: a thread has eight columns, and one more warp at the end has the mixer's sums, gates and mixing weights. That
-// warp's rounds go on beside the norm, and nothing in the kernel waits for them.
-__device__ __forceinline__ void finish(const Finish& f) {
-    __shared__ float pre[STREAMS], part[32];
+// A warp has 256 columns of a row, a superblock, eight a lane; a block's last warp has the mixer's sums, gates and mixing weights. That
+// warp's rounds go on beside the norm, and nothing in the kernel waits for them. Blocks: (row, part of the width).
+extern "C" __global__ void __launch_bounds__(128) streams_finish(Finish f) {
+    __shared__ float pre[STREAMS], shared_scale;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (blockDim.x >> 5) - 1, r = blockIdx.x;
     if (warp == warps) {
         const bool head = !f.mix;
         const int n = head ? STREAMS : MIXES;
         float scale = 0.0f, base = 0.0f;
         if (lane < n) scale = f.scale[lane < STREAMS ? 0 : lane < 2 * STREAMS ? 1 : 2], base = f.base[lane];
+        const float each = __fdiv_rn(1.0f, float(f.width));
         after_previous();
         const float* p = f.partial + int64_t(r) * f.slices * SUMS + lane;
-        float v = 0.0f;
+        float v = 0.0f, more = 0.0f;
 #pragma unroll 16
-        for (int i = 0; i < f.slices; i++) v = __fadd_rn(v, p[i * SUMS]);
-        float squares = v;
-#pragma unroll
-        for (int m = 4; m > 0; m >>= 1) squares = __fadd_rn(squares, __shfl_xor_sync(~0u, squares, m));
-        squares = __shfl_sync(~0u, squares, 31);
-        const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, float(STREAMS * f.width)), f.rms_eps)));
+        for (int i = 0; i < f.slices; i++) {
+            v = __fadd_rn(v, p[i * SUMS]);
+            if (lane < PAIRS - WARPS) more = __fadd_rn(more, p[i * SUMS + 32]);
+        }
+        // Each stream's own product is in lanes 24 to 27.
+        float squares = __fadd_rn(v, __shfl_xor_sync(~0u, v, 1));
+        squares = __fadd_rn(squares, __shfl_xor_sync(~0u, squares, 2));
+        squares = __shfl_sync(~0u, squares, MIXES);
+        const float inverse = rsqrtf(__fmaf_rn(squares, 0.25f * each, f.rms_eps));
         const float raw = __fmaf_rn(__fmul_rn(v, inverse), scale, base), gate = gates(raw, f.eps);
+        // The combination's square: each pair's product times both gates, twice for two different streams.
+        const int2 a = pair(max(lane - MIXES, 0)), b = pair(WARPS + (lane & 1));
+        const float ga = __fmul_rn(__shfl_sync(~0u, gate, a.x), __shfl_sync(~0u, gate, a.y));
+        const float gb = __fmul_rn(__shfl_sync(~0u, gate, b.x), __shfl_sync(~0u, gate, b.y));
+        const float first = lane < MIXES ? 0.0f : __fmul_rn(a.x == a.y ? v : 2.0f * v, ga);
+        const float second = lane < PAIRS - WARPS ? __fmul_rn(2.0f * more, gb) : 0.0f;
+        const float square = fmaxf(warp_sum(__fadd_rn(first, second)), 0.0f);
         if (lane < STREAMS) pre[lane] = gate;
+        if (lane == 0) shared_scale = rsqrtf(__fmaf_rn(square, each, f.norm_eps));
         __syncthreads();
-        if (!head) mixing_weights(gate, raw, f.iterations, f.eps, f.mix + int64_t(r) * MIXES);
+        if (!head && blockIdx.y == 0) mixing_weights(gate, raw, f.iterations, f.eps, f.mix + int64_t(r) * MIXES);
         return;
     }
-    const int column = threadIdx.x * 8;
+    const int superblock = blockIdx.y * warps + warp, column = superblock * SLICE + lane * 8;
     const bool mine = column < f.width;
     float weight[8];
 #pragma unroll
@@ -376,12 +419,8 @@ __device__ __forceinline__ void finish(const Finish& f) {
         x[i] = 0.0f;
 #pragma unroll
         for (int k = 0; k < STREAMS; k++) x[i] = __fmaf_rn(pre[k], s[k][i], x[i]);
+        if (f.weight) x[i] = __fmul_rn(__fmul_rn(x[i], shared_scale), weight[i]);
     }
-    float* out = f.x + int64_t(r) * f.width;
-    if (f.weight) norm_row(x, weight, f.width, warps, f.norm_eps, part, out, f.acts, int64_t(r) * warps);
-    else if (mine) store8f(out + column, x);
+    if (mine) store8f(f.x + int64_t(r) * f.width + column, x);
+    if (f.acts.q && superblock < f.slices) split(x, ORDER_PLAIN, int64_t(r) * f.slices + superblock, f.acts);
 }
-
-// For widths to 4096, two blocks a multiprocessor; and for wider ones.
-extern "C" __global__ void __launch_bounds__(544, 2) streams_finish(Finish f) { finish(f); }
-extern "C" __global__ void __launch_bounds__(1024) streams_finish_wide(Finish f) { finish(f); }
