@@ -296,16 +296,16 @@ constexpr int PLANNED = 16;
 // Bytes of one tile's superblock, and of a block's shared memory; as `shape` in kernels/src/cuda/narrow.rs has them.
 template <class T>
 constexpr int SLOT = T::CHUNKS * 1024 + 16 * (T::SIDE + T::SIDE2);
-template <int NT>
+template <int ROWS, int TILES>
 struct Room {
-    Unit<4 * NT> units[PLANNED];
-    float parts[2][SPLIT][4 * NT][16];
+    Unit<ROWS> units[PLANNED];
+    float parts[2][SPLIT][ROWS][16 * TILES];
 };
-template <class T, int NT, int STAGES, int GROUPS>
-constexpr int NARROW_SHARED = Narrow<T>::TABLE + GROUPS * (SPLIT * STAGES * SLOT<T> + int(sizeof(Room<NT>)));
+template <class T, int ROWS, int TILES, int STAGES, int GROUPS>
+constexpr int NARROW_SHARED = Narrow<T>::TABLE + GROUPS * (SPLIT * STAGES * SLOT<T> + int(sizeof(Room<ROWS, TILES>)));
 
-// What a lane copies of a tile's superblocks, one after the other.
-template <class T>
+// What a lane copies of neighbouring tiles' superblocks, one after the other, where warp `share` of SHARES copies its part.
+template <class T, int SHARES, int TILES>
 struct Source {
     const uint8_t* q;
     const uint8_t* rest;    // of `side`, or of `side2`
@@ -314,39 +314,56 @@ struct Source {
         if (lane < T::SIDE) rest = w.side + int64_t(at) * (16 * T::SIDE) + lane * 16;
         else rest = w.side2 + int64_t(at) * (16 * T::SIDE2) + (lane - T::SIDE) * 16;
     }
-    __device__ __forceinline__ void copy(uint8_t* slot, int lane) {
+    // Of tile `k`; the last one's is the end of a superblock.
+    __device__ __forceinline__ void copy(uint8_t* slot, int k, int superblocks, int lane, int share) {
+        constexpr int PIECES = 2 * T::CHUNKS / SHARES;
+        const int each = lane < T::SIDE ? 16 * T::SIDE : 16 * T::SIDE2;
+        const uint8_t* from = q + k * superblocks * (T::CHUNKS * 1024);
 #pragma unroll
-        for (int i = 0; i < 2 * T::CHUNKS; i++) copy16(slot + i * 512 + lane * 16, q + i * 512);
-        if (lane < T::SIDE + T::SIDE2) copy16(slot + T::CHUNKS * 1024 + lane * 16, rest);
-        q += T::CHUNKS * 1024;
-        rest += lane < T::SIDE ? 16 * T::SIDE : 16 * T::SIDE2;
+        for (int i = 0; i < PIECES; i++) copy16(slot + (share * PIECES + i) * 512 + lane * 16, from + (share * PIECES + i) * 512);
+        if (share == 0 && lane < T::SIDE + T::SIDE2) copy16(slot + T::CHUNKS * 1024 + lane * 16, rest + k * superblocks * each);
+        if (k == TILES - 1) {
+            q += T::CHUNKS * 1024;
+            rest += each;
+        }
     }
 };
 
-// Four warps (a group) do a tile of 16 outputs: each has a quarter of the superblocks. A unit is one tile of one item; units of an item
-// follow each other, so that groups that run together read neighbouring memory.
-template <class T, int NT, int STAGES, int GROUPS>
+template <int N>
+struct Int {
+    static constexpr int value = N;
+};
+
+// Four warps, or four for each of SHARES parts of an item's rows (a group), do TILES tiles of 16 outputs: each has a quarter of the
+// superblocks. Those of one quarter share a ring. A unit is so many (1 or 2) tiles of one item; units of an item follow each other, so that groups
+// that run together read neighbouring memory.
+template <class T, int NT, int SHARES, int TILES, int STAGES, int GROUPS>
 __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const Items& items, uint8_t* shared) {
-    constexpr int ROWS = 4 * NT;
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = warp % SPLIT, group = warp / SPLIT, g = lane >> 2, t = lane & 3;
-    uint8_t* ring = shared + Narrow<T>::TABLE + warp * (STAGES * SLOT<T>);
-    Room<NT>& room = reinterpret_cast<Room<NT>*>(shared + Narrow<T>::TABLE + GROUPS * SPLIT * STAGES * SLOT<T>)[group];
+    constexpr int ROWS = 4 * NT * SHARES, THREADS = 32 * SPLIT * SHARES;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = warp % SPLIT, share = warp / SPLIT % SHARES;
+    const int group = warp / (SPLIT * SHARES), within = threadIdx.x - group * THREADS, g = lane >> 2, t = lane & 3;
+    uint8_t* ring = shared + Narrow<T>::TABLE + (group * SPLIT + split) * (STAGES * SLOT<T>);
+    Room<ROWS, TILES>& room = reinterpret_cast<Room<ROWS, TILES>*>(shared + Narrow<T>::TABLE + GROUPS * SPLIT * STAGES * SLOT<T>)[group];
     const int nsb = p.superblocks, first_sb = nsb * split / SPLIT, each = nsb * (split + 1) / SPLIT - first_sb;
     const auto meet = [&]() {
         if constexpr (GROUPS == 1) __syncthreads();
-        else asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+        else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
+    };
+    const auto meet_at_ring = [&]() {
+        if constexpr (SHARES == 1) __syncwarp();
+        else asm volatile("bar.sync %0, %1;" ::"r"(GROUPS + 1 + group * SPLIT + split), "n"(32 * SHARES) : "memory");
     };
     // Finds `n` of this group's units from unit `from` on.
     const auto plan = [&](int from, int n, int count) {
-        const int tiles = p.start[p.count];
-        for (int i = threadIdx.x & 127; i < n * ROWS; i += 128) {
+        const int tiles = p.start[p.count] / TILES;
+        for (int i = within; i < n * ROWS; i += THREADS) {
             const int u = from + i / ROWS, j = i % ROWS, unit = u * (gridDim.x * GROUPS) + blockIdx.x * GROUPS + group, item = unit / tiles;
             Unit<ROWS>& to = room.units[u % PLANNED];
             if (item >= count) {
                 to.member = -1;
                 continue;
             }
-            int tile = unit % tiles, m = 0, matrix, first, rows;
+            int tile = unit % tiles * TILES, m = 0, matrix, first, rows;
             while (tile >= p.start[m + 1]) m++;
             tile -= p.start[m];
             if (items.list) {
@@ -368,18 +385,18 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
             }
         }
     };
-    // What is copied next: `left` superblocks of unit `ahead`, unless that is past the last.
-    Source<T> source{};
+    // What is copied next, tile after tile: `left` superblocks of unit `ahead`, unless that is past the last.
+    Source<T, SHARES, TILES> source{};
     int ahead = 0, left = 0;
     const auto seek = [&]() {
         const Unit<ROWS>& unit = room.units[ahead % PLANNED];
         left = unit.member < 0 ? 0 : each;
         if (left > 0) source.seek(p.w[unit.member], unit.tile + first_sb, lane);
     };
-    const auto copy_next = [&](int to) {
+    const auto copy_next = [&](int to, auto k) {
         if (left > 0) {
-            source.copy(ring + to, lane);
-            if (--left == 0) {
+            source.copy(ring + to, k.value, nsb, lane, share);
+            if (k.value == TILES - 1 && --left == 0) {
                 ahead++;
                 seek();
             }
@@ -391,7 +408,10 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
         meet();
         seek();
 #pragma unroll
-        for (int i = 0; i < STAGES - 1; i++) copy_next(i * SLOT<T>);
+        for (int i = 0; i < STAGES - 1; i++) {
+            if (i % TILES == 0) copy_next(i * SLOT<T>, Int<0>());
+            else copy_next(i * SLOT<T>, Int<TILES - 1>());
+        }
     };
     // Weights do not change while kernels run, and some lists are older than the kernel before this one, which may still run (see
     // `after_previous`; from the second-level cache, as said there). Activations are made by it.
@@ -417,13 +437,14 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
         const int member = unit.member;
         if (member < 0) break;
         Feed<NT> feed;
-        float sum[NT][2];
+        float sum[TILES][NT][2];
 #pragma unroll
         for (int k = 0; k < NT; k++) {
-            feed.of[k] = unit.in[4 * k + (g >> 1)] + first_sb;
-            feed.at[k] = unit.in[4 * k + t] + first_sb;
+            feed.of[k] = unit.in[4 * (share * NT + k) + (g >> 1)] + first_sb;
+            feed.at[k] = unit.in[4 * (share * NT + k) + t] + first_sb;
             feed.q[k] = x.q + int64_t(feed.of[k]) * ACT_Q + (g & 1) * 32 + t * 8;
-            sum[k][0] = sum[k][1] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < TILES; i++) sum[i][k][0] = sum[i][k][1] = 0.0f;
         }
 #pragma unroll 1
         for (int i = 0; i < each; i++) {
@@ -432,15 +453,19 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
                 if constexpr (NT == 1) return Fetched<T>(direct);
                 else return direct;
             }();
-            // This superblock has arrived, and the lanes are done with the one before it, in whose place the next copy goes.
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-            __syncwarp();
-            copy_next(before);
-            typename T::Frag frag;
-            Narrow<T>::take(frag, ring + of, lane);
-            before = of;
-            of = of == (STAGES - 1) * SLOT<T> ? 0 : of + SLOT<T>;
-            Narrow<T>::add(frag, shared, acts, kit, sum);
+            const auto tile = [&](auto k) {
+                // This one has arrived, and all lanes are done with the one before it, in whose place the next copy goes.
+                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+                meet_at_ring();
+                copy_next(before, Int<(k.value + STAGES - 1) % TILES>());
+                typename T::Frag frag;
+                Narrow<T>::take(frag, ring + of, lane);
+                before = of;
+                of = of == (STAGES - 1) * SLOT<T> ? 0 : of + SLOT<T>;
+                Narrow<T>::add(frag, shared, acts, kit, sum[k.value]);
+            };
+            tile(Int<0>());
+            if constexpr (TILES == 2) tile(Int<1>());
 #pragma unroll
             for (int k = 0; k < NT; k++) {
                 feed.q[k] += ACT_Q;
@@ -448,18 +473,17 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
                 feed.of[k]++;
             }
         }
-        float(*part)[ROWS][16] = room.parts[buffer];
+        float(*part)[ROWS][16 * TILES] = room.parts[buffer];
 #pragma unroll
-        for (int k = 0; k < NT; k++) {
-            part[split][4 * k + t][g] = sum[k][0];
-            part[split][4 * k + t][g + 8] = sum[k][1];
-        }
+        for (int k = 0; k < NT; k++)
+#pragma unroll
+            for (int i = 0; i < 2 * TILES; i++) part[split][4 * (share * NT + k) + t][g + 8 * i] = sum[i / 2][k][i % 2];
         const int rows = unit.rows;
         // One barrier a unit: the other buffer is written next, and this one only after the next unit's barrier.
         meet();
         float* out = p.out[member];
-        for (int i = threadIdx.x & 127; i < rows * 16; i += 128) {
-            const int j = i / 16, c = i % 16;
+        for (int i = within; i < rows * 16 * TILES; i += THREADS) {
+            const int j = i / (16 * TILES), c = i % (16 * TILES);
             float v = part[0][j][c];
 #pragma unroll
             for (int s = 1; s < SPLIT; s++) v = __fadd_rn(v, part[s][j][c]);
@@ -475,20 +499,24 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
 }
 
 // Blocks per multiprocessor are what registers and shared memory of sm_90 allow; kernels/src/cuda/narrow.rs launches as many.
-#define NARROW(T, NT, STAGES, GROUPS, BLOCKS)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(128 * GROUPS, BLOCKS)                                                              \
-        narrow_##T##_##NT(const __grid_constant__ Members p, const __grid_constant__ Acts x, const __grid_constant__ Items items) { \
+#define NARROW(T, NT, SHARES, TILES, STAGES, GROUPS, BLOCKS)                                                                       \
+    extern "C" __global__ void __launch_bounds__(32 * SPLIT * SHARES * GROUPS, BLOCKS) narrow_##T##_##NT##_##SHARES##_##TILES(      \
+        const __grid_constant__ Members p, const __grid_constant__ Acts x, const __grid_constant__ Items items) {                   \
         extern __shared__ __align__(16) uint8_t shared[];                                                                           \
-        narrow<Tiled##T, NT, STAGES, GROUPS>(p, x, items, shared);                                                                  \
+        narrow<Tiled##T, NT, SHARES, TILES, STAGES, GROUPS>(p, x, items, shared);                                                   \
     }                                                                                                                               \
-    static_assert(NARROW_SHARED<Tiled##T, NT, STAGES, GROUPS> <= 99 * 1024);
+    static_assert(NARROW_SHARED<Tiled##T, 4 * NT * SHARES, TILES, STAGES, GROUPS> <= 99 * 1024);
 #ifndef NARROW_TEST
-NARROW(Q8_0, 1, 3, 1, 4)
-NARROW(Q8_0, 4, 2, 1, 3)
-NARROW(Q2_K, 1, 4, 2, 2)
-NARROW(Q2_K, 4, 4, 1, 4)
-NARROW(Q4_K, 1, 3, 1, 4)
-NARROW(Q4_K, 4, 3, 1, 2)
-NARROW(IQ2_XXS, 1, 3, 2, 2)
-NARROW(IQ2_XXS, 4, 3, 1, 2)
+NARROW(Q8_0, 1, 1, 1, 3, 1, 4)
+NARROW(Q8_0, 1, 2, 1, 2, 1, 2)
+NARROW(Q8_0, 2, 2, 1, 3, 1, 2)
+NARROW(Q8_0, 2, 2, 2, 3, 1, 2)
+NARROW(Q2_K, 1, 1, 1, 4, 2, 2)
+NARROW(Q2_K, 1, 1, 2, 4, 2, 2)
+NARROW(Q2_K, 4, 1, 1, 4, 1, 4)
+NARROW(Q4_K, 1, 1, 1, 3, 1, 4)
+NARROW(Q4_K, 4, 1, 1, 3, 1, 2)
+NARROW(IQ2_XXS, 1, 1, 1, 3, 2, 2)
+NARROW(IQ2_XXS, 1, 1, 2, 2, 2, 2)
+NARROW(IQ2_XXS, 4, 1, 1, 3, 1, 2)
 #endif

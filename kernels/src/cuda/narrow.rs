@@ -44,11 +44,15 @@ pub(super) struct Member<'a> {
 /// How a kernel is launched: `NARROW` in narrow.cu says the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Shape {
-    /// At the end of the kernel's name: four activation rows each.
+    /// Fours of activation rows that a warp computes.
     columns: usize,
+    /// Warps that share a quarter of a tile, each with its rows.
+    shares: usize,
+    /// Tiles of a unit.
+    tiles: usize,
     /// Superblocks that a warp has room for.
     stages: usize,
-    /// Groups of four warps in a block, each of which computes a tile.
+    /// Groups of warps in a block, each of which computes a tile.
     groups: usize,
     /// As many blocks as a multiprocessor of sm_90 has room for, no fewer: where there was room for more, those of the next launch, started
     /// early, came to lie unevenly, and a Q2_K product took 88 µs instead of 73.
@@ -57,41 +61,50 @@ struct Shape {
 }
 
 impl Shape {
-    /// For items of up to 4 rows (`few`), or of up to 16.
-    fn of(ty: GgmlType, few: bool) -> Option<Self> {
-        let columns = if few { 1 } else { 4 };
-        let (stages, groups, blocks) = match (ty, few) {
-            (GgmlType::Q8_0, true) => (3, 1, 4),
-            (GgmlType::Q8_0, false) => (2, 1, 3),
-            (GgmlType::Q2_K, true) => (4, 2, 2),
-            (GgmlType::Q2_K, false) => (4, 1, 4),
-            (GgmlType::Q4_K, true) => (3, 1, 4),
-            (GgmlType::Q4_K, false) => (3, 1, 2),
-            (GgmlType::IQ2_XXS, true) => (3, 2, 2),
-            (GgmlType::IQ2_XXS, false) => (3, 1, 2),
+    /// For items of up to `rows` rows (4, 8 or 16) and units of `tiles` tiles (1 or 2), where a type has such a kernel.
+    fn of(ty: GgmlType, rows: usize, tiles: usize) -> Option<Self> {
+        let (columns, shares, stages, groups, blocks) = match (ty, rows, tiles) {
+            (GgmlType::Q8_0, 4, 1) => (1, 1, 3, 1, 4),
+            (GgmlType::Q8_0, 8, 1) => (1, 2, 2, 1, 2),
+            (GgmlType::Q8_0, 16, _) => (2, 2, 3, 1, 2),
+            (GgmlType::Q2_K, 4, _) => (1, 1, 4, 2, 2),
+            (GgmlType::Q2_K, 16, 1) => (4, 1, 4, 1, 4),
+            (GgmlType::Q4_K, 4, 1) => (1, 1, 3, 1, 4),
+            (GgmlType::Q4_K, 16, 1) => (4, 1, 3, 1, 2),
+            (GgmlType::IQ2_XXS, 4, 1) => (1, 1, 3, 2, 2),
+            (GgmlType::IQ2_XXS, 4, 2) => (1, 1, 2, 2, 2),
+            (GgmlType::IQ2_XXS, 16, 1) => (4, 1, 3, 1, 2),
             _ => return None,
         };
         let table = if ty == GgmlType::IQ2_XXS { SELECTORS } else { 0 };
         let slot = TILE * tiles::parts(ty)?.iter().sum::<usize>();
-        let rows = 4 * columns;
         let units = PLANNED * (16 + 2 * 4 * rows);
-        let sums = 2 * SPLIT * rows * TILE * 4;
+        let sums = 2 * SPLIT * rows * tiles * TILE * 4;
         let shared = table + groups * (SPLIT * stages * slot + units + sums);
-        Some(Self { columns, stages, groups, blocks, shared })
+        Some(Self { columns, shares, tiles, stages, groups, blocks, shared })
     }
 }
 
-/// `outᵢ = x · wᵢᵀ` for items of up to 4 rows (`few`) or 16, of which there are at most `items_most`. The members are of one type and width.
+/// Rows of an item where a product has `rows` of them.
+pub(super) fn item_rows(ty: GgmlType, rows: usize) -> usize {
+    match rows {
+        ..=4 => 4,
+        ..=8 if ty == GgmlType::Q8_0 => 8,
+        _ => 16,
+    }
+}
+
+/// `outᵢ = x · wᵢᵀ` for items of up to `rows` rows (4, 16 or what [`item_rows`] says), of which there are at most `items_most`. The members
+/// are of one type and width.
 pub(super) fn product(
     d: &CudaDevice,
     members: &[Member<'_>],
     x: &ActsArg,
     items: &ItemsArg,
     items_most: usize,
-    few: bool,
+    rows: usize,
 ) {
     let Some(first) = members.first().map(|m| m.weight) else { return };
-    let Some(shape) = Shape::of(first.ty, few) else { panic!("{}: {} has no tiles", first.name, first.ty) };
     assert!(members.len() <= MEMBERS, "{}: {} members", first.name, members.len());
     let mut arg =
         MembersArg { count: int(members.len()), superblocks: int(first.cols / SUPERBLOCK), ..MembersArg::default() };
@@ -110,9 +123,19 @@ pub(super) fn product(
     }
     arg.start[members.len()..].fill(int(tiles));
     let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
-    let grid = (items_most * tiles).div_ceil(shape.groups).min(sms * shape.blocks);
-    let name = format!("narrow_{}_{}", first.ty, shape.columns);
-    let threads = dim(shape.groups * SPLIT * 32);
+    let even = members.iter().all(|m| (m.outputs / TILE).is_multiple_of(2));
+    let single = Shape::of(first.ty, rows, 1);
+    let pairs = Shape::of(first.ty, rows, 2).filter(|_| even);
+    let rounds = |s: &Shape| (items_most * tiles).div_ceil(s.tiles * s.groups * s.blocks * sms);
+    let shape = match (single, pairs) {
+        // Two tiles at once take about 1.8 times as long as one.
+        (Some(one), Some(two)) if 18 * rounds(&two) <= 10 * rounds(&one) => two,
+        (Some(one), _) => one,
+        _ => panic!("{}: no kernel for {rows} rows of {}", first.name, first.ty),
+    };
+    let grid = (items_most * tiles / shape.tiles).div_ceil(shape.groups).min(sms * shape.blocks);
+    let name = format!("narrow_{}_{}_{}_{}", first.ty, shape.columns, shape.shares, shape.tiles);
+    let threads = dim(shape.groups * shape.shares * SPLIT * 32);
     d.launch(File::Narrow, &name, [dim(grid), 1, 1], [threads, 1, 1], shape.shared, &[&arg, x, items]);
 }
 
@@ -124,13 +147,16 @@ mod tests {
     #[test]
     fn every_kernel_fits_shared_memory_and_copies_ahead_of_what_is_planned() {
         for ty in [GgmlType::Q8_0, GgmlType::Q2_K, GgmlType::Q4_K, GgmlType::IQ2_XXS] {
-            for few in [true, false] {
-                let shape = Shape::of(ty, few).expect("tiles");
-                assert!(dim(shape.shared) <= MAX_SHARED, "{ty}: {shape:?}");
-                // A warp whose quarter is one superblock copies as many units ahead as there are stages.
-                assert!(shape.stages >= 2 && shape.stages < PLANNED / 2, "{ty}: {shape:?}");
+            for rows in [4, item_rows(ty, 7), 16] {
+                assert!(Shape::of(ty, rows, 1).is_some(), "{ty}: {rows} rows");
+                for shape in [1, 2].into_iter().filter_map(|tiles| Shape::of(ty, rows, tiles)) {
+                    assert!(4 * shape.columns * shape.shares == rows, "{ty}: {shape:?}");
+                    assert!(dim(shape.shared) <= MAX_SHARED, "{ty}: {shape:?}");
+                    // A warp whose quarter is one superblock copies as many units ahead as there are stages.
+                    assert!(shape.stages >= 2 && shape.stages < PLANNED / 2, "{ty}: {shape:?}");
+                }
             }
         }
-        assert!(Shape::of(GgmlType::F16, true).is_none());
+        assert!(Shape::of(GgmlType::F16, 4, 1).is_none());
     }
 }
