@@ -59,7 +59,7 @@ impl<D: SparseOps> AttentionBuffers<D> {
 }
 
 impl<D: SparseOps> AttentionBuffers<D> {
-    /// What the last layer with an indexer selected in the last step.
+    /// What the last layer with an indexer selected in the last step that selects at all (see [`SparseOps::selects`]).
     pub fn selection(&self) -> &D::Selection {
         &self.selection
     }
