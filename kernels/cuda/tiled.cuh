@@ -66,55 +66,9 @@ __device__ __forceinline__ void copy4(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 
-// Tables of a type that has some: narrow.cu and wide.cuh have their own.
-template <int WIDTH>
-struct Luts;
-
 struct TiledQ8_0 {
     static constexpr int CHUNKS = 4, SIDE = 16, SIDE2 = 0;
-    static constexpr int WANTS = 0;         // of activations: nothing more, sums over 16, or sums over 32
-    static constexpr bool LUT = false;
-    static constexpr bool MINS = false;     // whether it takes sums of activations over 16
     using Block = Q8_0;
-    struct Frag {
-        uint4 q[4][2], d[2];
-    };
-    static __device__ __forceinline__ void load(Frag& f, const Tiled& w, int at, int lane) {
-        const uint8_t* p = w.qs + int64_t(at) * (CHUNKS * 1024) + lane * 16;
-#pragma unroll
-        for (int c = 0; c < 4; c++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) f.q[c][h] = load16(p + (c * 2 + h) * 512);
-#pragma unroll
-        for (int h = 0; h < 2; h++) f.d[h] = *reinterpret_cast<const uint4*>(w.side + (int64_t(at) * 16 + h * 8 + lane / 4) * 16);
-    }
-    template <int NT, class L, class X>
-    static __device__ __forceinline__ void add(const Frag& f, const L*, const X& x, int lane, float (&sum)[NT][2]) {
-        float p[NT][2];
-#pragma unroll
-        for (int n = 0; n < NT; n++) p[n][0] = p[n][1] = 0.0f;
-#pragma unroll
-        for (int b = 0; b < 8; b++) {
-            x.step(b);
-            const uint4 qa = f.q[b / 2][0], qb = f.q[b / 2][1];
-            const uint32_t wa = (&f.d[0].x)[b / 2], wb = (&f.d[1].x)[b / 2];
-            const float da = b & 1 ? high_half(wa) : low_half(wa), db = b & 1 ? high_half(wb) : low_half(wb);
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                int c[4] = {0, 0, 0, 0};
-                const uint2 v = x.q(n, b);
-                mma_s8(c, b & 1 ? qa.z : qa.x, b & 1 ? qb.z : qb.x, b & 1 ? qa.w : qa.y, b & 1 ? qb.w : qb.y, v);
-                p[n][0] = __fmaf_rn(da, float(256 * c[0] + c[1]), p[n][0]);
-                p[n][1] = __fmaf_rn(db, float(256 * c[2] + c[3]), p[n][1]);
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const float s = x.scale(n);
-            sum[n][0] = __fmaf_rn(s, p[n][0], sum[n][0]);
-            sum[n][1] = __fmaf_rn(s, p[n][1], sum[n][1]);
-        }
-    }
     static __device__ __forceinline__ void pack(const uint8_t* row, int t, uint4 (&out)[CHUNKS], uint4& side, uint32_t&) {
         for (int c = 0; c < 4; c++)
             for (int i = 0; i < 16; i++) reinterpret_cast<uint8_t*>(&out[c])[i] = row[(2 * c + i / 8) * 34 + 2 + 8 * t + i % 8];
@@ -130,62 +84,7 @@ struct TiledQ8_0 {
 
 struct TiledQ2_K {
     static constexpr int CHUNKS = 1, SIDE = 16, SIDE2 = 4;
-    static constexpr int WANTS = 1;         // of activations: nothing more, sums over 16, or sums over 32
-    static constexpr bool LUT = false;
-    static constexpr bool MINS = true;      // whether it takes sums of activations over 16
     using Block = Q2_K;
-    struct Frag {
-        uint4 q[2];
-        uint2 s[2];
-        uint32_t m[2], d[2];
-    };
-    static __device__ __forceinline__ void load(Frag& f, const Tiled& w, int at, int lane) {
-        const int t = lane & 3;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int64_t row = int64_t(at) * 16 + h * 8 + lane / 4;
-            f.q[h] = load16(w.qs + int64_t(at) * 1024 + h * 512 + lane * 16);
-            f.s[h] = load8(w.side + row * 16 + (t >> 1) * 8);
-            f.m[h] = load4(w.side + row * 16 + t * 4);
-            f.d[h] = load4(w.side2 + row * 4);
-        }
-    }
-    template <int NT, class L, class X>
-    static __device__ __forceinline__ void add(const Frag& f, const L*, const X& x, int lane, float (&sum)[NT][2]) {
-        const int sub = lane & 1;
-        int total[NT][4], mins[NT][4];
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) total[n][i] = mins[n][i] = 0;
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-            // Group 8 * (t / 2) + 2 * s + sub of each row: the quants times their scale fit a byte (3 * 15).
-            const uint32_t sa = ((s < 2 ? f.s[0].x : f.s[0].y) >> (16 * (s & 1) + 8 * sub)) & 15;
-            const uint32_t sc = ((s < 2 ? f.s[1].x : f.s[1].y) >> (16 * (s & 1) + 8 * sub)) & 15;
-#pragma unroll
-            for (int u = 0; u < 2; u++) {
-                x.step(2 * s + u);
-                const uint32_t a0 = (((u ? f.q[0].z : f.q[0].x) >> (2 * s)) & 0x03030303u) * sa;
-                const uint32_t a2 = (((u ? f.q[0].w : f.q[0].y) >> (2 * s)) & 0x03030303u) * sa;
-                const uint32_t a1 = (((u ? f.q[1].z : f.q[1].x) >> (2 * s)) & 0x03030303u) * sc;
-                const uint32_t a3 = (((u ? f.q[1].w : f.q[1].y) >> (2 * s)) & 0x03030303u) * sc;
-#pragma unroll
-                for (int n = 0; n < NT; n++)
-                    mma_u8(total[n], a0, a1, a2, a3, x.q(n, 2 * s + u));
-            }
-        }
-        const float da = low_half(f.d[0]), ma = high_half(f.d[0]), db = low_half(f.d[1]), mb = high_half(f.d[1]);
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const uint2 v = x.m(n);
-            mma_u8(mins[n], f.m[0] & 0xf0f0f0f0u, f.m[1] & 0xf0f0f0f0u, (f.m[0] >> 4) & 0x0f0f0f0fu, (f.m[1] >> 4) & 0x0f0f0f0fu, v);
-            const float s = x.scale(n);
-            const float ta = __fmul_rn(da, float(256 * total[n][0] + total[n][1])), tb = __fmul_rn(db, float(256 * total[n][2] + total[n][3]));
-            sum[n][0] = __fmaf_rn(s, __fmaf_rn(-ma, float(256 * mins[n][0] + mins[n][1]), ta), sum[n][0]);
-            sum[n][1] = __fmaf_rn(s, __fmaf_rn(-mb, float(256 * mins[n][2] + mins[n][3]), tb), sum[n][1]);
-        }
-    }
     static __device__ __forceinline__ void pack(const uint8_t* row, int t, uint4 (&out)[CHUNKS], uint4& side, uint32_t& side2) {
         for (int i = 0; i < 16; i++) reinterpret_cast<uint8_t*>(&out[0])[i] = row[16 + 16 * t + i];
         for (int i = 0; i < 16; i++) reinterpret_cast<uint8_t*>(&side)[i] = row[i];
@@ -201,74 +100,7 @@ struct TiledQ2_K {
 
 struct TiledQ4_K {
     static constexpr int CHUNKS = 2, SIDE = 16, SIDE2 = 0;
-    static constexpr int WANTS = 2;         // of activations: nothing more, sums over 16, or sums over 32
-    static constexpr bool LUT = false;
     using Block = Q4_K;
-    struct Frag {
-        uint4 q[2][2], s[2];
-    };
-    static __device__ __forceinline__ void load(Frag& f, const Tiled& w, int at, int lane) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-#pragma unroll
-            for (int c = 0; c < 2; c++) f.q[c][h] = load16(w.qs + int64_t(at) * 2048 + (c * 2 + h) * 512 + lane * 16);
-            f.s[h] = *reinterpret_cast<const uint4*>(w.side + (int64_t(at) * 16 + h * 8 + lane / 4) * 16);
-        }
-    }
-    // 6-bit scale and minimum of group g (a constant after unrolling) from the block's 12 bytes.
-    static __device__ __forceinline__ void six(const uint4& s, int g, int& sc, int& mn) {
-        const int at = 8 * (g & 3);
-        if (g < 4) {
-            sc = (s.y >> at) & 63;
-            mn = (s.z >> at) & 63;
-        } else {
-            sc = ((s.w >> at) & 15) | (((s.y >> at) >> 2) & 48);
-            mn = ((s.w >> (at + 4)) & 15) | (((s.z >> at) >> 2) & 48);
-        }
-    }
-    template <int NT, class L, class X>
-    static __device__ __forceinline__ void add(const Frag& f, const L*, const X& x, int lane, float (&sum)[NT][2]) {
-        int total[NT][4], mins[NT][2];
-        const int* sums[NT];
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) total[n][i] = 0;
-            mins[n][0] = mins[n][1] = 0;
-            sums[n] = x.sums(n);
-        }
-#pragma unroll
-        for (int g = 0; g < 8; g++) {
-            x.step(g);
-            const int h = g / 2, shift = 4 * (g & 1);
-            const uint4 qa = f.q[h / 2][0], qb = f.q[h / 2][1];
-            const uint32_t a0 = ((h & 1 ? qa.z : qa.x) >> shift) & 0x0f0f0f0fu, a2 = ((h & 1 ? qa.w : qa.y) >> shift) & 0x0f0f0f0fu;
-            const uint32_t a1 = ((h & 1 ? qb.z : qb.x) >> shift) & 0x0f0f0f0fu, a3 = ((h & 1 ? qb.w : qb.y) >> shift) & 0x0f0f0f0fu;
-            int sa, na, sc, nb;
-            six(f.s[0], g, sa, na);
-            six(f.s[1], g, sc, nb);
-#pragma unroll
-            for (int n = 0; n < NT; n++) {
-                int c[4] = {0, 0, 0, 0};
-                mma_s8(c, a0, a1, a2, a3, x.q(n, g));
-                total[n][0] += c[0] * sa;
-                total[n][1] += c[1] * sa;
-                total[n][2] += c[2] * sc;
-                total[n][3] += c[3] * sc;
-                const int z = x.sum(sums[n], g);
-                mins[n][0] += na * z;
-                mins[n][1] += nb * z;
-            }
-        }
-        const float da = low_half(f.s[0].x), ma = high_half(f.s[0].x), db = low_half(f.s[1].x), mb = high_half(f.s[1].x);
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const float s = x.scale(n);
-            const float ta = __fmul_rn(da, join(total[n][0], total[n][1])), tb = __fmul_rn(db, join(total[n][2], total[n][3]));
-            sum[n][0] = __fmaf_rn(s, __fmaf_rn(-ma, float(mins[n][0]), ta), sum[n][0]);
-            sum[n][1] = __fmaf_rn(s, __fmaf_rn(-mb, float(mins[n][1]), tb), sum[n][1]);
-        }
-    }
     static __device__ __forceinline__ void pack(const uint8_t* row, int t, uint4 (&out)[CHUNKS], uint4& side, uint32_t&) {
         for (int c = 0; c < 2; c++)
             for (int i = 0; i < 16; i++) reinterpret_cast<uint8_t*>(&out[c])[i] = row[16 + 32 * (2 * c + i / 8) + 8 * t + i % 8];
@@ -287,20 +119,7 @@ struct TiledQ4_K {
 // A lane's 16 bytes are eight 16-bit values, one for each group of 32: codebook index, 7 sign bits, and bit t of the group's scale.
 struct TiledIQ2_XXS {
     static constexpr int CHUNKS = 1, SIDE = 0, SIDE2 = 2;
-    static constexpr int WANTS = 0;         // of activations: nothing more, sums over 16, or sums over 32
-    static constexpr bool LUT = true;
-    static constexpr bool MINS = false;
     using Block = IQ2_XXS;
-    struct Frag {
-        uint4 q[2];
-        uint32_t d;  // both rows' scales
-    };
-    static __device__ __forceinline__ void load(Frag& f, const Tiled& w, int at, int lane) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) f.q[h] = load16(w.qs + int64_t(at) * 1024 + h * 512 + lane * 16);
-        const uint8_t* d = w.side2 + (int64_t(at) * 16 + lane / 4) * 2;
-        f.d = u16_at(d) | (u16_at(d + 16) << 16);
-    }
     // Scales of a row's eight groups, nibble g for group g.
     static __device__ __forceinline__ uint32_t scales(const uint4& q, int t) {
         const uint32_t w[4] = {q.x, q.y, q.z, q.w};
