@@ -2,7 +2,7 @@
 //!
 //! A decode step of DeepSeek V4 Flash is over a thousand short kernels. Started one by one, each costs the host 2 to 3 µs, which is
 //! longer than many of them run; as graphs they cost it a few calls. While a stream is held ([`Stream::hold`]), its launches and
-//! copies on the device are collected. Every [`SEGMENT`] of them, and whenever something needs them to have been started, they go to
+//! copies on the device are collected. When there are enough ([`segment`]), and whenever something needs them to have been started, they go to
 //! the device: the first time as they are, the second time they are recorded as a graph, and from then on that graph is
 //! launched, so that the device works on one segment while the host collects the next.
 //!
@@ -22,15 +22,21 @@ use super::error::check;
 use super::module::{self, Shape};
 use super::{Context, CudaError, Graph, Stream};
 
-/// Operations that are started together: enough that a graph's own launch (about 10 µs) is little of it, few enough that the device
-/// does not wait for the host to collect a whole step.
-const SEGMENT: usize = 192;
+/// Fewest and most operations that are started together.
+const SEGMENT: (usize, usize) = (32, 512);
 /// Shorter runs are not worth a graph.
 const MIN_GRAPH: usize = 8;
 /// Most graphs, and most runs that were seen once: more are forgotten, all at once. A sequence of 65,536 tokens needs 24 depths of
 /// some 8 segments.
 const MAX_GRAPHS: usize = 1024;
 const MAX_SEEN: usize = 4096;
+
+/// Operations to start together after `started` since the stream was held: few at first, because the device has nothing to do until the
+/// host has collected them (0.7 µs each, and 10 µs for a graph's own launch), then as many as were started before. Each takes the device
+/// some 5 µs, so it is always several times longer busy than the host needs for the next ones.
+fn segment(started: usize) -> usize {
+    started.clamp(SEGMENT.0, SEGMENT.1)
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Node {
@@ -109,6 +115,8 @@ struct State {
     graphs: HashMap<u64, Vec<(Work, Graph)>>,
     count: usize,
     seen: HashSet<u64>,
+    /// Operations started since the stream was held.
+    started: usize,
     /// An error that nobody has been told yet.
     failed: Option<CudaError>,
     closed: bool,
@@ -183,7 +191,7 @@ impl Queue {
     }
 
     fn flush_if_long(&self, context: &Context, state: MutexGuard<'_, State>) -> Result<(), CudaError> {
-        if state.work.nodes.len() < SEGMENT { Ok(()) } else { self.start(context, state) }
+        if state.work.nodes.len() < segment(state.started) { Ok(()) } else { self.start(context, state) }
     }
 
     /// Starts what is held back. The context is current.
@@ -216,6 +224,7 @@ impl Queue {
             return Ok(());
         }
         let state = &mut *state;
+        state.started += n;
         let hash = state.work.hash();
         if let Some((_, graph)) =
             state.graphs.get_mut(&hash).and_then(|all| all.iter_mut().find(|(w, _)| *w == state.work))
@@ -287,6 +296,7 @@ impl Stream {
     /// Holds launches and device copies back until they are needed or the result is released. Anything else that is done in
     /// the stream starts them first, and so does giving memory of the context back; other streams do not know of them.
     pub fn hold(&self) -> Held {
+        self.queue().state().started = 0;
         self.queue().holding.store(true, Ordering::Relaxed);
         self.context().watch(self.queue());
         Held { queue: Arc::clone(self.queue()), context: self.context().clone() }
@@ -316,6 +326,17 @@ impl Stream {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_begins_with_few_operations_and_goes_on_with_ever_more() {
+        let mut started = 0;
+        let mut all = Vec::new();
+        while started < 1500 {
+            all.push(segment(started));
+            started += segment(started);
+        }
+        assert_eq!(all, [32, 32, 64, 128, 256, 512, 512]);
+    }
 
     #[test]
     fn works_are_equal_when_every_byte_is() {
