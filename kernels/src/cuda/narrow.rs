@@ -54,8 +54,8 @@ struct Shape {
     stages: usize,
     /// Groups of warps in a block, each of which computes a tile.
     groups: usize,
-    /// As many blocks as a multiprocessor of sm_90 has room for, no fewer: where there was room for more, those of the next launch, started
-    /// early, came to lie unevenly, and a Q2_K product took 88 µs instead of 73.
+    /// As many blocks as a multiprocessor of sm_90 has room for (in registers or shared memory), no fewer: where there was room for
+    /// more, those of the next launch, started early, came to lie unevenly, and a Q2_K product took 88 µs instead of 73.
     blocks: usize,
     shared: usize,
 }
@@ -82,6 +82,12 @@ impl Shape {
         let sums = 2 * SPLIT * rows * tiles * TILE * 4;
         let shared = table + groups * (SPLIT * stages * slot + units + sums);
         Some(Self { columns, shares, tiles, stages, groups, blocks, shared })
+    }
+
+    /// Blocks that a multiprocessor holds at once, whose largest block may have `room` bytes of shared memory; the driver keeps 1 KiB of
+    /// a multiprocessor's for each block.
+    fn resident(&self, room: usize) -> usize {
+        ((room + 1024) / (self.shared + 1024)).clamp(1, self.blocks)
     }
 }
 
@@ -122,18 +128,20 @@ pub(super) fn product(
         tiles += m.outputs / TILE;
     }
     arg.start[members.len()..].fill(int(tiles));
-    let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
+    let device = d.context().device();
+    let of = |n: u32| usize::try_from(n).unwrap_or(1);
+    let (sms, room) = (of(device.multiprocessors), of(device.shared_bytes));
     let even = members.iter().all(|m| (m.outputs / TILE).is_multiple_of(2));
     let single = Shape::of(first.ty, rows, 1);
     let pairs = Shape::of(first.ty, rows, 2).filter(|_| even);
-    let rounds = |s: &Shape| (items_most * tiles).div_ceil(s.tiles * s.groups * s.blocks * sms);
+    let rounds = |s: &Shape| (items_most * tiles).div_ceil(s.tiles * s.groups * s.resident(room) * sms);
     let shape = match (single, pairs) {
         // Two tiles at once take about 1.8 times as long as one.
         (Some(one), Some(two)) if 18 * rounds(&two) <= 10 * rounds(&one) => two,
         (Some(one), _) => one,
         _ => panic!("{}: no kernel for {rows} rows of {}", first.name, first.ty),
     };
-    let grid = (items_most * tiles / shape.tiles).div_ceil(shape.groups).min(sms * shape.blocks);
+    let grid = (items_most * tiles / shape.tiles).div_ceil(shape.groups).min(sms * shape.resident(room));
     let name = format!("narrow_{}_{}_{}_{}", first.ty, shape.columns, shape.shares, shape.tiles);
     let threads = dim(shape.groups * shape.shares * SPLIT * 32);
     d.launch(File::Narrow, &name, [dim(grid), 1, 1], [threads, 1, 1], shape.shared, &[&arg, x, items]);
@@ -152,6 +160,9 @@ mod tests {
                 for shape in [1, 2].into_iter().filter_map(|tiles| Shape::of(ty, rows, tiles)) {
                     assert!(4 * shape.columns * shape.shares == rows, "{ty}: {shape:?}");
                     assert!(dim(shape.shared) <= MAX_SHARED, "{ty}: {shape:?}");
+                    // sm_90 has 227 KiB for a block, sm_121 has 99.
+                    assert_eq!(shape.resident(227 << 10), shape.blocks, "{ty}: {shape:?}");
+                    assert!((1..=shape.blocks).contains(&shape.resident(99 << 10)), "{ty}: {shape:?}");
                     // A warp whose quarter is one superblock copies as many units ahead as there are stages.
                     assert!(shape.stages >= 2 && shape.stages < PLANNED / 2, "{ty}: {shape:?}");
                 }
