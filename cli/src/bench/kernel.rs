@@ -93,10 +93,10 @@ fn text(value: &Value) -> String {
         let per_us = if n("us") > 0.0 { 1.0 / n("us") } else { 0.0 };
         let _ = writeln!(
             out,
-            "{:10} {:46} rows {:4} {:10.1} us {:7.1} GB/s{} {:8.2} TFLOP/s{}  error {:.1e} of {:.1e}{}",
+            "{:10} {:46} rows {:4.0} {:10.1} us {:7.1} GB/s{} {:8.2} TFLOP/s{}  error {:.1e} of {:.1e}{}",
             str(l, "family"),
             str(l, "what"),
-            l["rows"],
+            n("rows"),
             n("us"),
             n("bytes") * per_us / 1e3,
             share("of_read_ceiling"),
