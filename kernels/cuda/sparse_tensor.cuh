@@ -2,24 +2,28 @@
 //
 // A query's keys have places: the window's rows first, padded to a multiple of 64, then the compressed ones. Scores of all places go to
 // scratch memory with the address of each place's row; a second kernel makes weights of them and sums the values. Every sum has an order
-// that depends on the query's own keys alone: a dot product is summed by parts of 64 dimensions, values by eight equal runs of steps of 16
-// places. So blocks of many heads (prefill) and of few (decode) give the same bits.
+// that depends on the query's own keys alone: a dot product is summed by parts of 64 dimensions, values by pieces of up to 20
+// steps of 16 places. So blocks of many heads (prefill) and of few (decode) give the same bits.
 //
 // Keys are exact in f16: e4m3 times a power of two, f16, and this step's rows, which the profile has rounded. (A chunk of 64 values that
 // are all below 1.4e-5 would lose its scale; the profile's rows are normed.) Queries and weights are two f16 each, which is 22 bits.
 #pragma once
+#include <type_traits>
+
 #include "sparse.cuh"
 
 constexpr int DIM = 512, NOPE = 448, TAIL = 456;  // bytes of an FP8 row: codes, 7 scales and one unused, f16
 constexpr int CHUNKS = DIM / 64;
-constexpr int SPLITS = 8;
-constexpr float WEIGHT_ONE = 32768.0f;  // weights are scaled so that their low halves are not subnormal
+constexpr int MOST_STEPS = 20;  // of a piece
+constexpr float WEIGHT_ONE = 15.0f;  // the greatest weight is 2^15, so that low halves of others are not subnormal
+constexpr float LOG2_E = 1.44269504f;
 
-// Laid out as `TensorArg` in kernels/src/cuda/sparse_tensor.rs.
+// Laid out as `PlacesArg` in kernels/src/cuda/sparse_tensor.rs.
 struct Places {
     int first;               // first query row of the launch
     int stride;              // places of a query: a multiple of 64
     float* scores;           // [rows of the launch, heads, stride]
+    float* tops;             // [rows of the launch, heads, stride / places of a warp's tile]: the greatest of each tile
     const uint8_t** keys;    // [rows of the launch, stride]
     __half* recent;          // [rows of the step, 512]: this step's rows
 };
@@ -28,8 +32,8 @@ struct Places {
 struct Seen {
     int first, recent;   // position of the window's first row, and rows
     int window, hist;    // places of the window, and compressed rows
-    __device__ __forceinline__ Seen(const Step& st, const Sparse& p, int row) {
-        const int pos = st.positions[row];
+    // Of `row` at `pos`: positions may be read before the kernel before this one is done.
+    __device__ __forceinline__ Seen(const Sparse& p, int row, int pos) {
         first = max(0, pos + 1 - p.window);
         recent = pos + 1 - first;
         window = (recent + 63) & ~63;
@@ -38,6 +42,9 @@ struct Seen {
     __device__ __forceinline__ bool holds(int place) const { return place < recent || (place >= window && place < window + hist); }
     // Steps of 16 places.
     __device__ __forceinline__ int steps() const { return window / 16 + (hist + 15) / 16; }
+    // Steps whose sums of values are added up before they are added to those before: tensor cores cut what does not fit the sum. Two pieces
+    // at least.
+    __device__ __forceinline__ int piece() const { return min(MOST_STEPS, (steps() + 1) / 2); }
 };
 
 __device__ __forceinline__ uint32_t bits(__half2 h) { return *reinterpret_cast<const uint32_t*>(&h); }
@@ -53,18 +60,19 @@ __device__ __forceinline__ uint32_t fp8_pair(uint32_t codes, __half2 scale) {
 // The scale whose f32 exponent is stored.
 __device__ __forceinline__ __half scale_of(uint32_t exponent) { return __float2half_rn(__uint_as_float(exponent << 23)); }
 
-// x as f16 plus f16.
-__device__ __forceinline__ void split(float x, __half& hi, __half& lo) {
-    hi = __float2half_rn(x);
-    lo = __float2half_rn(__fsub_rn(x, __half2float(hi)));
+// x and y, each as f16 plus f16.
+__device__ __forceinline__ void split2(float x, float y, uint32_t& hi, uint32_t& lo) {
+    const __half2 h = __floats2half2_rn(x, y);
+    const float2 back = __half22float2(h);
+    hi = bits(h);
+    lo = bits(__floats2half2_rn(__fsub_rn(x, back.x), __fsub_rn(y, back.y)));
 }
 
-__device__ __forceinline__ void split2(float x, float y, uint32_t& hi, uint32_t& lo) {
-    __half a, b, c, d;
-    split(x, a, c);
-    split(y, b, d);
-    hi = bits(__halves2half2(a, b));
-    lo = bits(__halves2half2(c, d));
+// A load from global memory: the compiler does not know it of addresses that come from memory.
+template <class T>
+__device__ __forceinline__ T fetch(const void* p) {
+    __builtin_assume(__isGlobal(p));
+    return *reinterpret_cast<const T*>(p);
 }
 
 __device__ __forceinline__ void mma_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -80,14 +88,20 @@ __device__ __forceinline__ void ldmatrix4(uint32_t (&a)[4], uint32_t at) {
                  : "r"(at));
 }
 
-// A weight from a score and the greatest one.
-__device__ __forceinline__ float weight_of(float score, float top) { return __fmul_rn(expf(__fsub_rn(score, top)), WEIGHT_ONE); }
+// What all weights of a head have in common, from its greatest score. Its rounding falls out when they are divided by their sum.
+__device__ __forceinline__ float weight_base(float top) { return __fmaf_rn(-LOG2_E, top, WEIGHT_ONE); }
+
+// e^(score - top) * 2^15. The error of the exponent's product grows with the distance from the top, and the weight falls faster.
+__device__ __forceinline__ float weight_of(float score, float base) {
+    float w;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(w) : "f"(__fmaf_rn(score, LOG2_E, base)));
+    return w;
+}
 
 // What a head's sum of values is multiplied with. The sink takes part in the sum of weights and not in the greatest score: it may be far
 // above all scores, and the weights' bits are few.
-__device__ __forceinline__ float inverse_of(const float* sums, int pitch, float top, float sink) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int s = 0; s < SPLITS; s++) sum = __fadd_rn(sum, sums[s * pitch]);
-    return __fdiv_rn(1.0f, __fadd_rn(sum, __fmul_rn(expf(__fsub_rn(sink, top)), WEIGHT_ONE)));
+__device__ __forceinline__ float inverse_of(float sum, float base, float sink) {
+    return __fdiv_rn(1.0f, __fadd_rn(sum, weight_of(sink, base)));
 }
+
+#define NONE (-CUDART_INF_F)  // score of a place that holds nothing

@@ -17,13 +17,21 @@ const ROTARY: i32 = 64;
 /// `StateType` in `common.cuh`.
 const F16: i32 = 0;
 const FP8: i32 = 2;
-/// Heads and places of a block for few rows, and heads of one for many, with their threads.
-const NARROW_HEADS: usize = 16;
+/// A query's places are padded to this many.
 const PLACES: usize = 64;
+/// Heads of a block for few rows and of one for many.
+const NARROW_HEADS: usize = 16;
 const WIDE_HEADS: usize = 32;
-const WIDE_THREADS: u32 = 128;
+/// Places of a block of scores for few rows; threads of both kinds of blocks.
+const SCORE_PLACES: usize = 32;
+const SCORE_BLOCK: [u32; 3] = [128, 1, 1];
 /// Bytes that a head's query takes in shared memory.
 const QUERY: usize = 2 * 2 * (512 + 8);
+/// Shared memory of the blocks that sum values (`Narrow`, `Wide` in `sparse_values.cu`).
+const NARROW_SHARED: usize = 52_672;
+const WIDE_SHARED: usize = 90_368;
+/// Places that share a greatest score, at least.
+const TOP_PLACES: usize = 8;
 /// Rows of a launch from which blocks of many heads are enough to fill a device.
 const MANY_ROWS: usize = 24;
 /// Most memory for scores: longer steps are computed in parts.
@@ -36,6 +44,7 @@ struct PlacesArg {
     first: i32,
     stride: i32,
     scores: u64,
+    tops: u64,
     keys: u64,
     recent: u64,
 }
@@ -59,16 +68,13 @@ pub(super) fn attend(
     out: &CudaBuffer,
 ) {
     let stride = step.deepest.min(p.window).next_multiple_of(PLACES) + history.next_multiple_of(PLACES);
-    let (scores, keys, recent) = (p.heads * stride * 4, stride * 8, p.head_dim * 2);
-    let rows = (SCORES / scores).clamp(1, step.rows);
-    let memory = d.scratch().partial.at_least(d.context(), rows * (scores + keys) + step.rows * recent);
-    let mut places = PlacesArg {
-        first: 0,
-        stride: int(stride),
-        scores: memory,
-        keys: memory + (rows * scores) as u64,
-        recent: memory + (rows * (scores + keys)) as u64,
-    };
+    let rows = (SCORES / (p.heads * stride * 4)).clamp(1, step.rows);
+    // One after the other in scratch memory: scores, their greatest, addresses of keys, the step's rows.
+    let parts = [p.heads * stride * 4, p.heads * (stride / TOP_PLACES) * 4, stride * 8].map(|bytes| rows * bytes);
+    let len = parts.iter().sum::<usize>() + step.rows * p.head_dim * 2;
+    let scores = d.scratch().work.at_least(d.context(), len);
+    let [tops, keys, recent] = [1, 2, 3].map(|n| scores + parts[..n].iter().sum::<usize>() as u64);
+    let mut places = PlacesArg { first: 0, stride: int(stride), scores, tops, keys, recent };
     let wide = step.rows >= MANY_ROWS && p.heads.is_multiple_of(WIDE_HEADS);
     if wide {
         let n = step.rows * p.head_dim;
@@ -83,14 +89,15 @@ pub(super) fn attend(
         let values: [&dyn KernelArg; 4] = [&step.arg, arg, &places, &to];
         if wide {
             let grid = [dim(n * (p.heads / WIDE_HEADS)), 1, 1];
-            let (block, shared) = ([WIDE_THREADS, 1, 1], WIDE_HEADS * QUERY);
-            d.launch(File::SparseScores, "sparse_scores_wide", grid, block, shared, &scores);
-            d.launch(File::SparseValues, "sparse_values_wide", grid, BLOCK, 0, &values);
+            let shared = WIDE_HEADS * QUERY;
+            d.launch(File::SparseScores, "sparse_scores_wide", grid, SCORE_BLOCK, shared, &scores);
+            d.launch(File::SparseValues, "sparse_values_wide", grid, BLOCK, WIDE_SHARED, &values);
         } else {
             let grid = |last: usize| [dim(n), dim(p.heads / NARROW_HEADS), dim(last)];
-            let shared = NARROW_HEADS * QUERY;
-            d.launch(File::SparseScores, "sparse_scores_narrow", grid(stride / PLACES), BLOCK, shared, &scores);
-            d.launch(File::SparseValues, "sparse_values_narrow", grid(p.head_dim / 64), BLOCK, 0, &values);
+            let (blocks, shared) = (grid(stride / SCORE_PLACES), NARROW_HEADS * QUERY);
+            d.launch(File::SparseScores, "sparse_scores_narrow", blocks, SCORE_BLOCK, shared, &scores);
+            let blocks = grid(p.head_dim / 64);
+            d.launch(File::SparseValues, "sparse_values_narrow", blocks, BLOCK, NARROW_SHARED, &values);
         }
     }
 }
