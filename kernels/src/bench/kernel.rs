@@ -385,16 +385,16 @@ impl<D: Timed> Place<D> {
     fn new<K: Kernel>(d: &D, kernel: &K, first: usize, rows: usize, apart: bool) -> Result<Self, DeviceError> {
         let spec = kernel.state();
         let each = if apart { 1 } else { rows };
+        let stored: Vec<Vec<u8>> = (0..spec.slots.len()).map(|slot| kernel.stored(slot, first, first + each)).collect();
         let mut banks = Vec::new();
         let mut plan = BatchPlan::default();
         for bank in 0..rows / each {
             let mut new = d.bank(&spec, first + each)?;
             d.bank_commit(&mut new, first + each)?;
-            for (slot, kind) in spec.slots.iter().enumerate() {
-                let bytes = kernel.stored(slot, first, first + each);
+            for (slot, (kind, bytes)) in spec.slots.iter().zip(&stored).enumerate() {
                 if !bytes.is_empty() {
                     let have = bytes.len() / kind.ty().row_bytes(kind.width());
-                    d.bank_import(&mut new, slot, 0..have, &bytes);
+                    d.bank_import(&mut new, slot, 0..have, bytes);
                 }
             }
             banks.push(new);

@@ -30,14 +30,19 @@ pub fn json(path: &str) -> Value {
 
 /// The starter model's path: `DS4_STARTER_MODEL`, else the user's cache.
 pub fn starter_path() -> PathBuf {
-    let path = std::env::var_os("DS4_STARTER_MODEL").map(PathBuf::from).unwrap_or_else(|| {
+    let path = starter_place();
+    assert!(path.is_file(), "the starter model is not at {}: run scripts/test, which fetches it", path.display());
+    path
+}
+
+/// Where the starter model is looked for.
+pub fn starter_place() -> PathBuf {
+    std::env::var_os("DS4_STARTER_MODEL").map(PathBuf::from).unwrap_or_else(|| {
         let cache = std::env::var_os("XDG_CACHE_HOME")
             .map(PathBuf::from)
             .unwrap_or_else(|| PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache"));
         cache.join("ds4/models/SmolLM2-135M-Instruct.Q4_1.gguf")
-    });
-    assert!(path.is_file(), "the starter model is not at {}: run scripts/test, which fetches it", path.display());
-    path
+    })
 }
 
 /// A model file read into memory, as an owner would publish it.
