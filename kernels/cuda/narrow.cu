@@ -289,8 +289,8 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
 #ifndef NARROW_TEST
 NARROW(Q8_0, 1, 1, 1, 3, 1, 4)
 NARROW(Q8_0, 1, 2, 1, 2, 1, 2)
-NARROW(Q8_0, 2, 2, 1, 3, 1, 2)
-NARROW(Q8_0, 2, 2, 2, 3, 1, 2)
+NARROW(Q8_0, 2, 2, 1, 2, 1, 2)
+NARROW(Q8_0, 2, 2, 2, 2, 1, 2)
 NARROW(Q2_K, 1, 1, 1, 4, 2, 2)
 NARROW(Q2_K, 1, 1, 2, 4, 2, 2)
 NARROW(Q2_K, 4, 1, 1, 4, 1, 4)

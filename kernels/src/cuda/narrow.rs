@@ -66,7 +66,7 @@ impl Shape {
         let (columns, shares, stages, groups, blocks) = match (ty, rows, tiles) {
             (GgmlType::Q8_0, 4, 1) => (1, 1, 3, 1, 4),
             (GgmlType::Q8_0, 8, 1) => (1, 2, 2, 1, 2),
-            (GgmlType::Q8_0, 16, _) => (2, 2, 3, 1, 2),
+            (GgmlType::Q8_0, 16, _) => (2, 2, 2, 1, 2),
             (GgmlType::Q2_K, 4, _) => (1, 1, 4, 2, 2),
             (GgmlType::Q2_K, 16, 1) => (4, 1, 4, 1, 4),
             (GgmlType::Q4_K, 4, 1) => (1, 1, 3, 1, 4),
