@@ -1,4 +1,5 @@
-// Hyper-connections. CPU reference: kernels/src/cpu/hyper.rs, math/sinkhorn.rs.
+// Hyper-connections of any number of streams up to five. Four of them, in widths that are multiples of 8, have the kernels of streams.cu
+// instead. CPU reference: kernels/src/cpu/hyper.rs, math/sinkhorn.rs.
 #include "common.cuh"
 
 // Copies x into every stream; blocks (row, part of the width).

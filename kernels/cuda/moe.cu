@@ -174,6 +174,13 @@ struct Route {
     int pad;
 };
 
+// The normalised weight of a lane's expert; sums in slot order.
+__device__ __forceinline__ float weigh(float w, const Route& r) {
+    float sum = 0.0f;
+    for (int j = 0; j < r.used; j++) sum += __shfl_sync(~0u, w, j);
+    return w * (r.scale / fmaxf(sum, r.floor));
+}
+
 // As route_learned (or, with a table, route_table), and then as group_experts with `per` rows an item; one block, a warp per row.
 // With `early`, all of it beside the previous kernel, which reads none of what is written here, nor do the kernels before it that may
 // still run.
@@ -193,13 +200,11 @@ __device__ __forceinline__ void route_few(const Route& r) {
         float w = 0.0f;
         const int* listed = r.table ? r.table + int64_t(__ldcg(r.tokens + warp)) * r.used : nullptr;
         choose<PER>(p + warp * r.experts, r.bias, listed, r.experts, r.used, id, w);
-        float sum = 0.0f;
-        for (int j = 0; j < r.used; j++) sum += __shfl_sync(~0u, w, j);
-        const float f = r.scale / fmaxf(sum, r.floor);
+        const float f = weigh(w, r);
         if (lane < r.used) {
             const int a = warp * r.used + lane;
             all[a] = r.ids[a] = id;
-            r.weights[a] = w * f;
+            r.weights[a] = f;
         }
     }
     __syncthreads();
@@ -239,5 +244,27 @@ __device__ __forceinline__ void route_few(const Route& r) {
     if (r.early) after_previous();
 }
 
+// As route_learned or route_table for many rows, a warp each.
+template <int PER>
+__device__ __forceinline__ void route_rows(const Route& r) {
+    __shared__ float shared[8][PER * 32];
+    const int lane = threadIdx.x & 31, row = blockIdx.x * 8 + (threadIdx.x >> 5);
+    after_previous();
+    if (row >= r.rows) return;
+    float* p = shared[threadIdx.x >> 5];
+    for (int e = lane; e < r.experts; e += 32) p[e] = sqrt_softplus(r.logits[int64_t(row) * r.experts + e]);
+    __syncwarp();
+    int id = 0;
+    float w = 0.0f;
+    choose<PER>(p, r.bias, r.table ? r.table + int64_t(r.tokens[row]) * r.used : nullptr, r.experts, r.used, id, w);
+    const float f = weigh(w, r);
+    if (lane < r.used) {
+        r.ids[int64_t(row) * r.used + lane] = id;
+        r.weights[int64_t(row) * r.used + lane] = f;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256) route_rows_8(Route r) { route_rows<8>(r); }
+extern "C" __global__ void __launch_bounds__(256) route_rows_16(Route r) { route_rows<16>(r); }
 extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS) route_few_8(Route r) { route_few<8>(r); }
 extern "C" __global__ void __launch_bounds__(32 * FEW_ROWS) route_few_16(Route r) { route_few<16>(r); }

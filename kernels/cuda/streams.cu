@@ -139,7 +139,7 @@ struct Weights {
                 else w[p][s].clear();
             }
     }
-    // One of eight columns of two streams each in shared memory, times the other.
+    // A pair's product of eight columns a lane.
     static __device__ __forceinline__ float pair_product(const float* streams, int i) {
         const int2 p = pair(i);
         const float* a = streams + p.x * STRIDE + 4 * (threadIdx.x & 31);
@@ -152,9 +152,10 @@ struct Weights {
         }
         return sum;
     }
-    // Products of R rows' streams in shared memory with this warp's outputs, stream by stream, and of this warp's pairs of streams.
+    // Products of R rows' streams in shared memory with this warp's outputs, stream by stream, and of this warp's pairs of streams; those
+    // of the first `rows` go to `partial`, `stride` apart.
     template <int R>
-    __device__ __forceinline__ void products(const float* streams, int row, int rows, int slices, int slice, float* partial) {
+    __device__ __forceinline__ void products(const float* streams, int rows, int stride, float* partial) {
         const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
         float sum[3][R];
 #pragma unroll
@@ -183,14 +184,14 @@ struct Weights {
 #pragma unroll
         for (int r = 0; r < R; r++) {
             const float* all = streams + r * STREAMS * STRIDE;
-            float* to = partial + (int64_t(row + r) * slices + slice) * SUMS;
+            float* to = partial + r * stride;
             const float own = pair_product(all, warp);
             // Of one row, all warps do what two have to: it costs no time beside the other sums, and a branch would.
             const bool two = R == 1 || warp < PAIRS - WARPS;
             float more = 0.0f;
             if (two) more = warp_sum(pair_product(all, WARPS + warp % (PAIRS - WARPS)));
             const float v = four_sums(sum[0][r], sum[1][r], sum[2][r], own);
-            if (row + r < rows) {
+            if (r < rows) {
                 if (lane % 8 == 0 && (which == 3 || (which < PER && o < OUTS))) to[o] = v;
                 if (lane == 0 && warp < PAIRS - WARPS) to[MIXES + WARPS + warp] = more;
             }
@@ -235,7 +236,7 @@ __device__ __forceinline__ void mix_slice(const uint8_t* mixer, int width, int r
 #pragma unroll
         for (int k = 0; k < STREAMS; k++) streams[k * STRIDE + place(threadIdx.x)] = mine ? s[k] : 0.0f;
         __syncthreads();
-        w.template products<1>(streams, row, rows, gridDim.y, slice, partial);
+        w.template products<1>(streams, 1, 0, partial + (int64_t(row) * gridDim.y + slice) * SUMS);
     }
 }
 
@@ -286,6 +287,8 @@ __device__ __forceinline__ void mix_slice_wide(const uint8_t* mixer, int any_wid
     if (threadIdx.x < 32) load_mix(u, first, count, mix);
     __syncthreads();
     int stage = 0, ahead = STAGES - 1;
+    const int stride = (WIDTH ? WIDTH / SLICE : gridDim.y) * SUMS;
+    float* to = partial + int64_t(first) * stride + slice * SUMS;
 #pragma unroll 1
     for (int g = 0; g < groups; g++) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
@@ -319,7 +322,8 @@ __device__ __forceinline__ void mix_slice_wide(const uint8_t* mixer, int any_wid
             for (int k = 0; k < STREAMS; k++) w.w[p][k].stay();
         // Two buffers: who writes one again has passed the barrier after everybody's reads.
         __syncthreads();
-        w.template products<R>(all, first + g * R, first + count, gridDim.y, slice, partial);
+        w.template products<R>(all, count - g * R, stride, to);
+        to += R * stride;
     }
 }
 

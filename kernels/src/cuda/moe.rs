@@ -67,9 +67,9 @@ struct RouteArg {
 }
 kernel_args!(RouteArg);
 
-/// Routing and lists of few rows in one kernel; `false` when they are too many. `early`: the logits were there before the previous kernel
-/// was launched, which does not use `out`.
-fn route_few(
+/// Routing, and of few rows the lists too, in one kernel; `false` when there are more experts than it is for. `early`: the logits were there
+/// before the previous kernel was launched, which does not use `out`.
+fn route(
     d: &CudaDevice,
     p: &RouterParams,
     by: RouteBy<'_, CudaDevice>,
@@ -78,12 +78,13 @@ fn route_few(
     out: &mut CudaRouting,
 ) -> bool {
     let (rows, experts, assignments) = (logits.rows(), logits.width(), logits.rows() * p.used);
-    if rows == 0 || rows > FEW_ROWS || assignments > FEW_ASSIGNMENTS || experts > FEW_EXPERTS || p.used > FEW_USED {
+    if rows == 0 || experts > FEW_EXPERTS || p.used > FEW_USED {
         return false;
     }
+    let few = rows <= FEW_ROWS && assignments <= FEW_ASSIGNMENTS;
     let (ids, weights) = out.resize(d, rows, p.used);
-    let listed = quantized::Listed::room(d, &mut out.groups, &[], assignments, experts);
-    let (list, count, order, per) = listed.parts();
+    let listed = few.then(|| quantized::Listed::room(d, &mut out.groups, &[], assignments, experts));
+    let (list, count, order, per) = listed.as_ref().map_or((0, 0, 0, 1), quantized::Listed::parts);
     let (bias, table, tokens) = match by {
         RouteBy::Learned(bias) => (bias.map_or(0, CudaWeight::vector), 0, 0),
         RouteBy::Table(step, table) => (0, table.start(), step.arg.tokens()),
@@ -107,9 +108,13 @@ fn route_few(
         early: i32::from(early),
         pad: 0,
     };
-    let name = if experts <= 256 { "route_few_8" } else { "route_few_16" };
-    d.launch(File::Moe, name, [1, 1, 1], [dim(32 * FEW_ROWS), 1, 1], 0, &[&arg]);
-    out.listed = Some(listed);
+    let size = if experts <= 256 { 8 } else { 16 };
+    if few {
+        d.launch(File::Moe, &format!("route_few_{size}"), [1, 1, 1], [dim(32 * FEW_ROWS), 1, 1], 0, &[&arg]);
+    } else {
+        d.launch(File::Moe, &format!("route_rows_{size}"), [dim(rows.div_ceil(8)), 1, 1], BLOCK, 0, &[&arg]);
+    }
+    out.listed = listed;
     true
 }
 
@@ -250,7 +255,7 @@ impl MoeOps for CudaDevice {
     fn route_learned(&self, p: &RouterParams, logits: &CudaBuffer, bias: Option<&CudaWeight>, out: &mut CudaRouting) {
         let (rows, experts) = (logits.rows(), logits.width());
         assert!(experts <= MAX_EXPERTS && p.used <= experts, "{experts} experts, {} used", p.used);
-        if route_few(self, p, RouteBy::Learned(bias), logits, false, out) {
+        if route(self, p, RouteBy::Learned(bias), logits, false, out) {
             return;
         }
         let bias = bias.map_or(0, CudaWeight::vector);
@@ -270,7 +275,7 @@ impl MoeOps for CudaDevice {
     ) {
         rows_of(step, logits);
         check_table(p, table);
-        if route_few(self, p, RouteBy::Table(step, table), logits, false, out) {
+        if route(self, p, RouteBy::Table(step, table), logits, false, out) {
             return;
         }
         let (ids, weights) = out.resize(self, step.rows, p.used);
@@ -298,7 +303,7 @@ impl MoeOps for CudaDevice {
             rows_of(step, logits);
             check_table(p, table);
         }
-        if !route_few(self, p, by, logits, early, out) {
+        if !route(self, p, by, logits, early, out) {
             match by {
                 RouteBy::Learned(bias) => self.route_learned(p, logits, bias, out),
                 RouteBy::Table(step, table) => self.route_table(p, step, table, logits, out),
