@@ -1,12 +1,13 @@
 // Products for prefill: weights in tiles, many activation rows at a time. See tiled.cuh for tiles, activations and the order of sums,
 // wide.cuh for the types. CPU reference: kernels/src/cpu/matmul.rs, moe.rs.
 //
-// A block of 8 warps holds up to 64 rows of activations in shared memory, one superblock at a time with the next on its way. A warp has 32
+// A block of 16 warps holds up to 64 rows of activations in shared memory, one superblock at a time with the next on its way. A warp has 16
 // outputs and all superblocks. At the end of each quarter of the row its sums are added to what `out` has, because there are no registers
 // for both; no other thread touches them, and the order is that of the warps of narrow.cu, which have a quarter each.
 #include "wide.cuh"
 
-constexpr int WARPS = 8, BLOCK_TILES = WARPS * TILES;
+// Warps, rows that one copies, and tiles of a block.
+constexpr int WARPS = 16, MINE = WIDE_ROWS / WARPS, BLOCK_TILES = WARPS * TILES;
 
 // Laid out as `PairArg` in kernels/src/cuda/wide.rs.
 struct Pair {
@@ -23,40 +24,37 @@ struct Where {
     int tile, at;    // the first tile, and the matrix's first one in the weight
 };
 
-// The units of a launch.
+// The units of a launch: their number, and that of its items.
 struct Units {
-    const Pair& p;
-    const Items& items;
-    int tiles, groups, count, all;
-    __device__ __forceinline__ Units(const Pair& p, const Items& items) : p(p), items(items) {
-        tiles = p.outputs / 16;
-        groups = (tiles + BLOCK_TILES - 1) / BLOCK_TILES;
-        count = items.list ? *items.count : (items.rows + WIDE_ROWS - 1) / WIDE_ROWS * items.matrices;
-        all = count * groups * p.count;
-    }
-    // Which unit that is, and for each of its rows the first superblock of the input row and the output row. Rows past the end repeat the
-    // last one; their sums are not written. Units that run together share weights, of plain products; of listed ones, the rows,
-    // because their weights differ. By at least 65 threads.
-    __device__ __forceinline__ void locate(int unit, Where& to, int2* rows) const {
-        const int item = items.list ? unit / groups % count : unit % count;
-        int matrix, first, n;
-        if (items.list) {
-            const int4 it = items.list[item];
-            matrix = it.x, first = it.y, n = it.z;
-        } else {
-            matrix = item % items.matrices;
-            first = item / items.matrices * WIDE_ROWS;
-            n = min(WIDE_ROWS, items.rows - first);
-        }
-        const int j = threadIdx.x;
-        if (j < WIDE_ROWS) {
-            const int r = first + min(j, n - 1), o = items.list ? items.order[r] : r * items.matrices + matrix;
-            rows[j] = make_int2((items.list ? o / items.per_row : o) * p.superblocks, o);
-        } else if (j == WIDE_ROWS) {
-            to = Where{unit / groups / count, n, (items.list ? unit % groups : unit / count % groups) * BLOCK_TILES, matrix * tiles};
-        }
-    }
+    int all, count;
 };
+
+__device__ __forceinline__ int groups_of(const Pair& p) { return (p.outputs / 16 + BLOCK_TILES - 1) / BLOCK_TILES; }
+
+// Which unit that is, and for each of its rows the first superblock of the input row and the output row. Rows past the end repeat the last
+// one; their sums are not written. Units that run together share weights, of plain products; of listed ones, the rows, because their
+// weights differ. By at least 65 threads.
+__device__ __forceinline__ void locate(const Pair& p, const Items& items, int count, int unit, Where& to, int2* rows) {
+    const int groups = groups_of(p), item = items.list ? unit / groups % count : unit % count;
+    int matrix, first, n;
+    if (items.list) {
+        const int4 it = items.list[item];
+        matrix = it.x, first = it.y, n = it.z;
+    } else {
+        matrix = item % items.matrices;
+        first = item / items.matrices * WIDE_ROWS;
+        n = min(WIDE_ROWS, items.rows - first);
+    }
+    // Read anew each time, so that nothing made of it takes a register in between.
+    int j;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(j));
+    if (j < WIDE_ROWS) {
+        const int r = first + min(j, n - 1), o = items.list ? items.order[r] : r * items.matrices + matrix;
+        rows[j] = make_int2((items.list ? o / items.per_row : o) * p.superblocks, o);
+    } else if (j == WIDE_ROWS) {
+        to = Where{unit / groups / count, n, (items.list ? unit % groups : unit / count % groups) * BLOCK_TILES, matrix * (p.outputs / 16)};
+    }
+}
 
 // Barriers in shared memory: a thread that arrives goes on, and one that waits knows that all have arrived. So warps may be as much as half
 // a superblock apart, and one's decoding runs beside another's sums.
@@ -111,41 +109,44 @@ __device__ __forceinline__ void end_quarter(float (&sum)[TILES][16][2], float* o
     }
 }
 
+// Units whose places are known at a time: warps are in two neighbouring units at most, and the next one's is written.
+constexpr int PLACES = 4;
+
 template <class W>
 struct Shared {
     WideStage<W::MINS> stages[2];
-    int2 rows[2][WIDE_ROWS];    // of this unit and the next: first superblock of the input row, output row
-    Where where[2];
+    int2 rows[PLACES][WIDE_ROWS];   // of a unit: first superblock of the input row, output row
+    Where where[PLACES];
     uint64_t full[2], empty[2];
+    Units units;
     typename W::Luts luts;
 };
 // As `shared` in kernels/src/cuda/wide.rs has them.
-static_assert(sizeof(Shared<WideQ8_0>) == 67176 && sizeof(Shared<WideQ2_K>) == 75336 && sizeof(Shared<WideIQ2_XXS>) == 91744);
+static_assert(sizeof(Shared<WideQ8_0>) == 68240 && sizeof(Shared<WideQ2_K>) == 76400 && sizeof(Shared<WideQ4_K>) == 76400 && sizeof(Shared<WideIQ2_XXS>) == 92808);
 
 template <class W>
 __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const Items& items, uint8_t* memory) {
     Shared<W>* shared = reinterpret_cast<Shared<W>*>(memory);
     W::fill(&shared->luts);
-    const Units units(p, items);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, nsb = p.superblocks;
     // A quarter that is one superblock needs no sum of its own.
     const bool single = W::SINGLE && nsb == SPLIT;
     // 0, which the compiler does not know.
     const uint32_t zero = uint32_t(p.count) >> 2;
-    // Starts the copies of superblock sb of n rows, or some more up to 16. A warp copies every eighth row.
+    // Starts the copies of superblock sb of n rows, or some more up to 16. A warp copies every 16th row.
     const auto start = [&](int n, const int2* rows, int sb, WideStage<W::MINS>& to) {
         const int padded = (n + 15) & ~15;
         const uint8_t* q = x.q + int64_t(sb) * ACT_Q + lane * 16;
         uint8_t* row = to.q + wide_at(warp, lane / 4) + lane % 4 * 16;
         // All places are read before the first copy: the compiler leaves their order as it is.
-        int place[WIDE_ROWS / WARPS];
+        int place[MINE];
 #pragma unroll
-        for (int i = 0; i < WIDE_ROWS / WARPS; i++) place[i] = rows[warp + i * WARPS].x;
+        for (int i = 0; i < MINE; i++) place[i] = rows[min(warp + i * WARPS, WIDE_ROWS - 1)].x;
         const int j = lane / 4 * WARPS + warp;
-        const int64_t from = rows[j].x + sb;
+        const int64_t from = rows[min(j, WIDE_ROWS - 1)].x + sb;
 #pragma unroll
-        for (int i = 0; i < WIDE_ROWS / WARPS; i++)
-            if (i * WARPS < padded) copy16(row + i * (WARPS * ACT_Q), q + int64_t(place[i]) * ACT_Q);
+        for (int i = 0; i < MINE; i++)
+            if (warp + i * WARPS < padded) copy16(row + i * (WARPS * ACT_Q), q + int64_t(place[i]) * ACT_Q);
         if (j < padded) {
             if (lane % 4 == 0) copy4(to.scale + j, x.scale + from);
             if (W::MINS) copy16(to.m + j * ACT_M + lane % 4 * 16, x.m + from * ACT_M + lane % 4 * 16);
@@ -154,10 +155,16 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
     // Where superblock sb of this warp's tiles lies. A tile past the last is the last one again, whose sums are not written.
     const auto locate_tiles = [&](const Where& of, int sb, int (&to)[TILES]) {
 #pragma unroll
-        for (int i = 0; i < TILES; i++) to[i] = (of.at + min(of.tile + warp * TILES + i, units.tiles - 1)) * nsb + sb;
+        for (int i = 0; i < TILES; i++) to[i] = (of.at + min(of.tile + warp * TILES + i, p.outputs / 16 - 1)) * nsb + sb;
     };
-    if (blockIdx.x >= units.all) return;
-    units.locate(blockIdx.x, shared->where[0], shared->rows[0]);
+    {
+        Units units;
+        units.count = items.list ? *items.count : (items.rows + WIDE_ROWS - 1) / WIDE_ROWS * items.matrices;
+        units.all = units.count * groups_of(p) * p.count;
+        if (blockIdx.x >= units.all) return;
+        locate(p, items, units.count, blockIdx.x, shared->where[0], shared->rows[0]);
+        if (threadIdx.x == 0) shared->units = units;
+    }
     if (threadIdx.x == 0)
         for (int i = 0; i < 2; i++) barrier_init(&shared->full[i], 32 * WARPS), barrier_init(&shared->empty[i], 32 * WARPS);
     __syncthreads();
@@ -172,15 +179,16 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
     }
     int stage = 0;    // superblocks so far
 #pragma unroll 1
-    for (int turn = 0; blockIdx.x + turn * gridDim.x < units.all; turn++) {
+    for (int turn = 0; blockIdx.x + turn * gridDim.x < shared->units.all; turn++) {
         const int following = blockIdx.x + (turn + 1) * gridDim.x;
-        const bool more = following < units.all;
-        const int2* rows = shared->rows[turn & 1];
-        // All warps have written the results of the unit before this one, whose rows these were.
-        __syncthreads();
-        if (more) units.locate(following, shared->where[(turn + 1) & 1], shared->rows[(turn + 1) & 1]);
-        __syncthreads();
-        const int n = shared->where[turn & 1].n;
+        const bool more = following < shared->units.all;
+        const int2* rows = shared->rows[turn % PLACES];
+        // A warp comes here after all have read the last superblock but one of the unit before, and looks at the next one's place
+        // after all have read the first one of this unit: where there are two.
+        if (nsb == 1) __syncthreads();
+        if (more) locate(p, items, shared->units.count, following, shared->where[(turn + 1) % PLACES], shared->rows[(turn + 1) % PLACES]);
+        if (nsb == 1) __syncthreads();
+        const int n = shared->where[turn % PLACES].n;
         float sum[TILES][16][2];
 #pragma unroll
         for (int i = 0; i < TILES; i++)
@@ -194,7 +202,7 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
                 barrier_wait(&shared->full[stage & 1], stage >> 1 & 1);
                 const bool last = sb + 1 == nsb;
                 // After this superblock comes the same unit's next, or another unit's first; after the very last, itself again.
-                const int after = (last && more ? turn + 1 : turn) & 1, next_sb = last ? more ? 0 : sb : sb + 1;
+                const int after = (last && more ? turn + 1 : turn) % PLACES, next_sb = last ? more ? 0 : sb : sb + 1;
                 const auto middle = [&]() {
                     if (last && !more) return;
                     // All warps have read the superblock before this one, which the next one's copies take the place of.
@@ -215,9 +223,9 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
                 stage++;
             }
             if (single && s < SPLIT - 1) continue;
-            const Where& at = shared->where[turn & 1];
+            const Where& at = shared->where[turn % PLACES];
             const int tile = at.tile + warp * TILES;
-            end_quarter<W::AT>(sum, p.out[at.which] + tile * 16 + g, p.outputs, units.tiles - tile, rows, n, s > 0 && !single);
+            end_quarter<W::AT>(sum, p.out[at.which] + tile * 16 + g, p.outputs, p.outputs / 16 - tile, rows, n, s > 0 && !single);
         }
     }
 }
@@ -231,4 +239,5 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
     }
 WIDE_KERNEL(Q8_0)
 WIDE_KERNEL(Q2_K)
+WIDE_KERNEL(Q4_K)
 WIDE_KERNEL(IQ2_XXS)

@@ -1,12 +1,12 @@
-// What the wide kernels (wide.cu) do with a superblock of a warp's 32 outputs, of one type each: weights become bytes for the tensor cores
-// once and stay in registers, while the sums of a few rows after the other are computed. 32 outputs, so that what a warp reads of
-// activations serves twice: with 16, shared memory's bandwidth is what the tensor cores' is. The sums' order is that of `add` in
+// What the wide kernels (wide.cu) do with a superblock of a warp's outputs, of one type each: weights become bytes for the tensor cores once
+// and stay in registers, while the sums of 16 rows after the other are computed. The order of a row's sums is that of `add` in
 // tiled.cuh and of narrow.cu, so that the results have the same bits.
 #pragma once
 #include "tiled.cuh"
 
-// Rows of an item, and tiles of a warp.
-constexpr int WIDE_ROWS = 64, TILES = 2;
+// Rows of an item, and tiles of 16 outputs of a warp. With two tiles a warp reads activations half as often, but there are registers for
+// half as many warps: as fast for 64 rows an item, and slower for fewer (16 rows an expert: 1.9 ms and 1.7).
+constexpr int WIDE_ROWS = 64, TILES = 1;
 
 // The compiler's schedules for sm_121 need more registers, so that fewer columns are computed at once there.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
@@ -60,9 +60,25 @@ struct WideActs {
     __device__ __forceinline__ float scale(int n) const { return scales[4 * n]; }
 };
 
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+    return v;
+}
+
+// A number of columns of 8, that is 4 rows, as a type.
+template <int N>
+struct Columns {
+    static constexpr int value = N;
+};
+
+// Each type has: `Raw`, what a lane has of its tiles' superblock in memory, and `load`, which loads its part j of 8; tables `Luts` in
+// shared memory; and `add`, which adds a superblock's sums for n rows. While it computes, `add` calls middle() once, when about half
+// of the rows are done, and then(j) for j = 0 .. 7 when the parts of `raw` may be loaded anew.
 struct WideQ2_K {
     static constexpr bool MINS = true, SINGLE = false;
-    static constexpr int C = 4, AT = 4;
+    // Columns of 8 (4 rows) that are computed at once, and those whose results are written at once.
+    static constexpr int C = ROOMY ? 4 : 2, AT = 4;
     struct Luts {};
     static __device__ __forceinline__ void fill(Luts*) {}
     struct Raw {
@@ -83,9 +99,9 @@ struct WideQ2_K {
                 if (j == 7) r.d[i][h] = load4(w.side2 + row * 4);
             }
     }
-    // Adds a superblock's sums for n rows; calls then(j) for j = 0 .. 7 when `raw` may be overwritten, part after part.
     template <class Middle, class Then>
-    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<true>& stage, const Luts*, int lane, int n, bool, uint32_t, float (&sum)[TILES][16][2], Middle middle, Then then) {
+    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<true>& stage, const Luts*, int lane, int n, bool, uint32_t,
+                                               float (&sum)[TILES][16][2], Middle middle, Then then) {
         uint32_t a[8][TILES][4], rm[TILES][2], rd[TILES][2];
         const int sub = lane & 1;
 #pragma unroll
@@ -107,11 +123,13 @@ struct WideQ2_K {
 #pragma unroll
             for (int h = 0; h < 2; h++) rm[i][h] = raw.m[i][h], rd[i][h] = raw.d[i][h];
         }
-        const auto pass = [&](int first, auto after) {
+        const auto pass = [&](int first, auto columns, auto after) {
+            constexpr int C = decltype(columns)::value;
             const WideActs x(stage, lane, 4 * first);
             int total[TILES][C][4];
 #pragma unroll
             for (int s = 0; s < 8; s++) {
+                // Without it the compiler fetches many steps' activations at once, for which there are no registers.
                 __syncwarp();
 #pragma unroll
                 for (int m = 0; m < C; m++) {
@@ -145,17 +163,108 @@ struct WideQ2_K {
 #pragma unroll
         for (int k = 16 / C - 1; k > 0; k--) {
             if (k == 8 / C - 1) middle();
-            if (n > 4 * C * k) pass(C * k, [](int) {});
+            if (n > 4 * C * k + 2 * C) pass(C * k, Columns<C>(), [](int) {});
+            else if (n > 4 * C * k) pass(C * k, Columns<C / 2>(), [](int) {});
         }
-        pass(0, then);
+        pass(0, Columns<C>(), then);
     }
 };
 
-__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
-    uint32_t v;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
-    return v;
-}
+struct WideQ4_K {
+    static constexpr bool MINS = true, SINGLE = false;
+    static constexpr int C = ROOMY ? 4 : 2, AT = 4;
+    struct Luts {};
+    static __device__ __forceinline__ void fill(Luts*) {}
+    struct Raw {
+        uint4 q[TILES][2][2], s[TILES][2];
+    };
+    static __device__ __forceinline__ void load(Raw& r, const Tiled& w, const int (&at)[TILES], int lane, int j) {
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (j == 3 || j == 6) r.q[i][j / 6][h] = load16(w.qs + int64_t(at[i]) * 2048 + (j / 6 * 2 + h) * 512 + lane * 16);
+                if (j == 7) r.s[i][h] = load16(w.side + (int64_t(at[i]) * 16 + h * 8 + lane / 4) * 16);
+            }
+    }
+    template <class Middle, class Then>
+    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<true>& stage, const Luts*, int lane, int n, bool, uint32_t,
+                                               float (&sum)[TILES][16][2], Middle middle, Then then) {
+        uint32_t a[8][TILES][4], of_group[TILES][2][2], least[TILES][2], rd[TILES][2];
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+#pragma unroll
+                for (int g = 0; g < 8; g++) {
+                    const uint4 q = raw.q[i][g / 4][h];
+                    a[g][i][h] = ((g & 2 ? q.z : q.x) >> (4 * (g & 1))) & 0x0f0f0f0fu;
+                    a[g][i][2 + h] = ((g & 2 ? q.w : q.y) >> (4 * (g & 1))) & 0x0f0f0f0fu;
+                }
+                // Six bits of scale and of minimum a group, a byte each: groups 0 to 3, then 4 to 7.
+                const uint4 s = raw.s[i][h];
+                of_group[i][h][0] = s.y & 0x3f3f3f3fu;
+                of_group[i][h][1] = (s.w & 0x0f0f0f0fu) | ((s.y >> 2) & 0x30303030u);
+                const uint32_t low = s.z & 0x3f3f3f3fu, high = ((s.w >> 4) & 0x0f0f0f0fu) | ((s.z >> 2) & 0x30303030u);
+                // This lane has groups 4t .. 4t + 3 of 16, each the half of one of 32.
+                least[i][h] = permute(lane & 2 ? high : low, 0, lane & 1 ? 0x3322 : 0x1100);
+                rd[i][h] = s.x;
+            }
+        const auto pass = [&](int first, auto columns, auto after) {
+            constexpr int C = decltype(columns)::value;
+            const WideActs x(stage, lane, 4 * first);
+            int total[TILES][C][4];
+#pragma unroll
+            for (int g = 0; g < 8; g++) {
+                __syncwarp();
+                int k[TILES][2];
+#pragma unroll
+                for (int i = 0; i < TILES; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) k[i][h] = permute(of_group[i][h][g / 4], 0, 0x4440 + g % 4);
+#pragma unroll
+                for (int m = 0; m < C; m++) {
+                    const uint2 v = x.q(m, g);
+#pragma unroll
+                    for (int i = 0; i < TILES; i++) {
+                        int c[4];
+                        mma_s8_new(c, a[g][i], v);
+#pragma unroll
+                        for (int h = 0; h < 4; h++) total[i][m][h] = (g ? total[i][m][h] : 0) + c[h] * k[i][h / 2];
+                    }
+                }
+                after(g);
+            }
+#pragma unroll
+            for (int m = 0; m < C; m++) {
+                const uint2 v = x.m(m);
+                const float scale = x.scale(m);
+#pragma unroll
+                for (int i = 0; i < TILES; i++) {
+                    // A sum over 16 is 16 * a + b; a minimum times 16 has more than eight bits, so that these are two sums.
+                    const uint32_t first_half[4] = {least[i][0], least[i][1], 0, 0}, second_half[4] = {0, 0, least[i][0], least[i][1]};
+                    int tens[4], ones[4];
+                    mma_u8_new(tens, first_half, v);
+                    mma_u8_new(ones, second_half, v);
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const int hi = 16 * tens[2 * h] + ones[2 * h], lo = 16 * tens[2 * h + 1] + ones[2 * h + 1];
+                        const float v = __fmul_rn(low_half(rd[i][h]), join(total[i][m][2 * h], total[i][m][2 * h + 1]));
+                        float& to = sum[i][first + m][h];
+                        to = __fmaf_rn(scale, __fmaf_rn(-high_half(rd[i][h]), float(256 * hi + lo), v), to);
+                    }
+                }
+            }
+        };
+#pragma unroll
+        for (int k = 16 / C - 1; k > 0; k--) {
+            if (k == 8 / C - 1) middle();
+            if (n > 4 * C * k + 2 * C) pass(C * k, Columns<C>(), [](int) {});
+            else if (n > 4 * C * k) pass(C * k, Columns<C / 2>(), [](int) {});
+        }
+        pass(0, Columns<C>(), then);
+    }
+};
 
 struct WideIQ2_XXS {
     static constexpr bool MINS = false, SINGLE = false;
@@ -198,10 +307,12 @@ struct WideIQ2_XXS {
         }
     }
     template <class Middle, class Then>
-    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<false>& stage, const Luts* l, int lane, int n, bool, uint32_t, float (&sum)[TILES][16][2], Middle middle, Then then) {
+    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<false>& stage, const Luts* l, int lane, int n, bool, uint32_t,
+                                               float (&sum)[TILES][16][2], Middle middle, Then then) {
         uint32_t a[8][TILES][4], odd[TILES][2][2], rd[TILES];
-        const uint8_t* level = reinterpret_cast<const uint8_t*>(l->level + lane % COPIES);
-        const uint8_t* sign = reinterpret_cast<const uint8_t*>(l->sign + lane % COPIES);
+        const uint8_t* level = reinterpret_cast<const uint8_t*>(l->level);
+        const uint8_t* sign = reinterpret_cast<const uint8_t*>(l->sign);
+        const uint32_t copy = lane % COPIES * 4;
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
 #pragma unroll
@@ -213,7 +324,7 @@ struct WideIQ2_XXS {
                 odd[i][h][1] = permute(e, o, 0x7362) * 2 + 0x01010101u;
 #pragma unroll
                 for (int g = 0; g < 8; g++) {
-                    const uint32_t v = w[g / 2], j = (g & 1 ? v >> 10 : v << 6) & 0x3fc0, k = (g & 1 ? v >> 18 : v >> 2) & 0x1fc0;
+                    const uint32_t v = w[g / 2], j = ((g & 1 ? v >> 10 : v << 6) & 0x3fc0) | copy, k = ((g & 1 ? v >> 18 : v >> 2) & 0x1fc0) | copy;
                     const uint32_t which = *reinterpret_cast<const uint32_t*>(level + j) | *reinterpret_cast<const uint32_t*>(sign + k);
                     a[g][i][h] = permute(0x002b1908, 0x00d5e7f8, which);
                     a[g][i][2 + h] = permute(0x002b1908, 0x00d5e7f8, which >> 16);
@@ -221,7 +332,8 @@ struct WideIQ2_XXS {
             }
             rd[i] = raw.d[i];
         }
-        const auto pass = [&](int first, auto after) {
+        const auto pass = [&](int first, auto columns, auto after) {
+            constexpr int C = decltype(columns)::value;
             const WideActs x(stage, lane, 4 * first);
             int total[TILES][C][4];
 #pragma unroll
@@ -260,15 +372,24 @@ struct WideIQ2_XXS {
 #pragma unroll
         for (int k = 16 / C - 1; k > 0; k--) {
             if (k == 8 / C - 1) middle();
-            if (n > 4 * C * k) pass(C * k, [](int) {});
+            if (n > 4 * C * k + 2 * C) pass(C * k, Columns<C>(), [](int) {});
+            else if (n > 4 * C * k) pass(C * k, Columns<C / 2>(), [](int) {});
         }
-        pass(0, then);
+        pass(0, Columns<C>(), then);
     }
 };
 
+// The low or high half of v. Not for the compiler to look into: it would split all of them once and keep the halves in twice the registers.
+__device__ __forceinline__ float half_of(uint32_t v, bool high) {
+    float f;
+    if (high) asm volatile("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(f) : "r"(v));
+    else asm volatile("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(f) : "r"(v));
+    return f;
+}
+
 struct WideQ8_0 {
     static constexpr bool MINS = false, SINGLE = true;
-    static constexpr int C = ROOMY ? 4 : 2, AT = 2;
+    static constexpr int C = ROOMY ? 4 : 2, AT = 4;
     struct Luts {};
     static __device__ __forceinline__ void fill(Luts*) {}
     struct Raw {
@@ -283,8 +404,10 @@ struct WideQ8_0 {
                 if (j == 7) r.d[i][h] = load16(w.side + (int64_t(at[i]) * 16 + h * 8 + lane / 4) * 16);
             }
     }
+    // `single`: each quarter is one superblock, so that `sum` is that of all quarters. `zero` is 0, which the compiler does not know.
     template <class Middle, class Then>
-    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<false>& stage, const Luts*, int lane, int n, bool single, uint32_t zero, float (&sum)[TILES][16][2], Middle middle, Then then) {
+    static __device__ __forceinline__ void add(const Raw& raw, const WideStage<false>& stage, const Luts*, int lane, int n, bool single,
+                                               uint32_t zero, float (&sum)[TILES][16][2], Middle middle, Then then) {
         uint32_t a[8][TILES][4];
         uint4 rd[TILES][2];
 #pragma unroll
@@ -299,13 +422,10 @@ struct WideQ8_0 {
             }
             rd[i][0] = raw.d[i][0], rd[i][1] = raw.d[i][1];
         }
-        const auto pass = [&](int first, auto after) {
+        const auto pass = [&](int first, auto columns, auto after) {
+            constexpr int C = decltype(columns)::value;
             const WideActs x(stage, lane, 4 * first);
             float p[TILES][C][2];
-#pragma unroll
-            for (int i = 0; i < TILES; i++)
-#pragma unroll
-                for (int m = 0; m < C; m++) p[i][m][0] = p[i][m][1] = 0.0f;
 #pragma unroll
             for (int b = 0; b < 8; b++) {
                 __syncwarp();
@@ -315,7 +435,7 @@ struct WideQ8_0 {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
                         const uint32_t both = (&rd[i][h].x)[b / 2];
-                        d[i][h] = b & 1 ? high_half(both) : low_half(both);
+                        d[i][h] = half_of(both, b & 1);
                     }
 #pragma unroll
                 for (int m = 0; m < C; m++) {
@@ -324,8 +444,12 @@ struct WideQ8_0 {
                     for (int i = 0; i < TILES; i++) {
                         int c[4];
                         mma_s8_new(c, a[b][i], v);
-                        p[i][m][0] = __fmaf_rn(d[i][0], float(256 * c[0] + c[1]), p[i][m][0]);
-                        p[i][m][1] = __fmaf_rn(d[i][1], float(256 * c[2] + c[3]), p[i][m][1]);
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            // The first product is rounded as if 0 were added; that its -0 stays -0 is lost in `sum`.
+                            const float z = float(256 * c[2 * h] + c[2 * h + 1]);
+                            p[i][m][h] = b == 0 ? __fmul_rn(d[i][h], z) : __fmaf_rn(d[i][h], z, p[i][m][h]);
+                        }
                     }
                 }
                 // The next weights on their way while these are used: where there are registers for both.
@@ -341,7 +465,6 @@ struct WideQ8_0 {
                 for (int i = 0; i < TILES; i++)
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
-                        // A quarter that is one superblock needs no sum of its own.
                         float& to = sum[i][first + m][h];
                         to = single ? __fadd_rn(to, __fmaf_rn(s, p[i][m][h], 0.0f)) : __fmaf_rn(s, p[i][m][h], to);
                     }
@@ -350,8 +473,8 @@ struct WideQ8_0 {
 #pragma unroll
         for (int k = 16 / C - 1; k > 0; k--) {
             if (k == 8 / C - 1) middle();
-            if (n > 4 * C * k) pass(C * k, [](int) {});
+            if (n > 4 * C * k) pass(C * k, Columns<C>(), [](int) {});
         }
-        pass(0, then);
+        pass(0, Columns<C>(), then);
     }
 };

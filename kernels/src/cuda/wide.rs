@@ -12,9 +12,10 @@ use crate::kernel_args;
 
 /// Activation rows of an item (`WIDE_ROWS` in wide.cuh).
 pub(super) const ROWS: usize = 64;
-/// Outputs of a block, and its threads (`BLOCK_TILES` and `WARPS` in wide.cu).
+/// Outputs of a block, its threads, and units whose rows it knows (`WARPS` and `PLACES` in wide.cu).
 const OUTPUTS: usize = 16 * TILE;
-const THREADS: u32 = 256;
+const THREADS: u32 = 512;
+const PLACES: usize = 4;
 
 /// `Pair` in wide.cu.
 #[repr(C)]
@@ -29,15 +30,16 @@ struct PairArg {
 }
 kernel_args!(PairArg);
 
-/// Bytes of shared memory of a type's kernel (`Shared` in wide.cu), of types that have one. Q4_K's sums of groups and their minima would need
-/// more registers than there are.
+/// Bytes of shared memory of a type's kernel (`Shared` in wide.cu), of types that have one.
 fn shared(ty: GgmlType) -> Option<usize> {
-    // Two stages of rows with their scales and what a type wants beside them, where two items' rows lie, two items and four
-    // barriers, and tables.
-    let of = |beside: usize, tables: usize| Some(2 * (ROWS * (512 + 4) + beside + ROWS * 8 + 16 + 16) + tables);
+    // Two stages of rows with their scales and what a type wants beside them; four units and where their rows lie; barriers and
+    // numbers; and tables.
+    let of = |beside: usize, tables: usize| {
+        Some(2 * (ROWS * (512 + 4) + beside) + PLACES * (ROWS * 8 + 16) + 4 * 8 + 8 + tables)
+    };
     match ty {
         GgmlType::Q8_0 => of(16, 8),
-        GgmlType::Q2_K => of(ROWS * 64, 8),
+        GgmlType::Q2_K | GgmlType::Q4_K => of(ROWS * 64, 8),
         GgmlType::IQ2_XXS => of(16, (256 + 128) * 16 * 4),
         _ => None,
     }
@@ -92,11 +94,11 @@ mod tests {
 
     #[test]
     fn kernels_fit_shared_memory_of_every_device() {
-        for ty in [GgmlType::Q8_0, GgmlType::Q2_K, GgmlType::IQ2_XXS] {
+        for ty in [GgmlType::Q8_0, GgmlType::Q2_K, GgmlType::Q4_K, GgmlType::IQ2_XXS] {
             let shared = shared(ty).expect("a kernel");
             assert!(dim(shared) <= MAX_SHARED && shared > 2 * ROWS * 512, "{ty}: {shared} bytes");
         }
-        assert!(!has(GgmlType::Q4_K) && !has(GgmlType::F16));
+        assert!(!has(GgmlType::F16));
     }
 
     #[test]
