@@ -5,8 +5,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::bank::{CudaBank, CudaCheckpoint};
 use super::buffer::{CudaBuffer, Growable};
-use super::driver::{Context, CudaError, Driver, KernelArg, Pinned, Stream};
+use super::driver::{Context, CudaError, Driver, KernelArg, Stream};
 use super::fatal::OrFatal;
+use super::host::Host;
 use super::kernels::{File, Kernels};
 use super::step::{Arenas, CudaStep};
 use super::weight::{self, CudaWeight};
@@ -27,7 +28,7 @@ pub(super) struct Scratch {
     /// Indexer scores.
     pub(super) scores: Growable,
     /// Where results are copied to.
-    host: Option<Pinned>,
+    host: Host,
     /// Of the sampler's kernels.
     pub(super) sample: sample::Memory,
     /// Expert activations.
@@ -251,12 +252,7 @@ impl Device for CudaDevice {
         assert!(row < x.rows(), "row {row} of {}", x.rows());
         let len = x.width() * 4;
         let mut scratch = self.scratch();
-        // Page-locked and kept: into fresh memory, a row of 129,280 logits costs the driver a copy and the kernel its pages.
-        let host = match scratch.host.take().filter(|host| host.len() >= len) {
-            Some(host) => scratch.host.insert(host),
-            None => scratch.host.insert(Pinned::new(&self.context, len).or_fatal("a buffer for results")),
-        };
-        let bytes = &mut host[..len];
+        let bytes = scratch.host.at_least(&self.context, len);
         #[allow(unsafe_code, reason = "a copy from the device")]
         // SAFETY: the row exists.
         unsafe { self.stream.download(x.start() + (row * len) as u64, bytes) }.or_fatal("reading results");
