@@ -50,10 +50,11 @@ struct PlacesArg {
 }
 kernel_args!(PlacesArg);
 
-/// Whether the kernels take such rows and heads.
+/// Whether the kernels take such rows and heads. A ring of f16 says that a step's rows are rounded to it before they come here: they
+/// must have the same bits whether they are read from the ring or from the step.
 pub(super) fn fits(p: &SparseAttention, ring: &SlotArg, compressed: Option<&SlotArg>) -> bool {
     let ring = ring.ty == F16 && ring.width == WIDTH;
-    let compressed = compressed.is_none_or(|c| c.ty == FP8 && c.width == WIDTH && c.rotary == ROTARY && c.row_bytes % 8 == 0);
+    let compressed = compressed.is_none_or(|c| c.ty == FP8 && c.width == WIDTH && c.rotary == ROTARY);
     ring && compressed && p.heads.is_multiple_of(NARROW_HEADS)
 }
 
@@ -99,5 +100,28 @@ pub(super) fn attend(
             let blocks = grid(p.head_dim / 64);
             d.launch(File::SparseValues, "sparse_values_narrow", blocks, BLOCK, NARROW_SHARED, &values);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slot(ty: i32, width: i32, rotary: i32) -> SlotArg {
+        SlotArg { offset: 0, block_stride: 0, rows_per_block: 1, row_bytes: 0, ring: 0, ty, rotary, width }
+    }
+
+    #[test]
+    fn rows_of_the_official_profile_fit_and_others_do_not() {
+        let p =
+            |heads| SparseAttention { heads, head_dim: 512, scale: 1.0, window: 128, ring_slot: 0, compressed: None };
+        let (ring, rows) = (slot(F16, WIDTH, 0), slot(FP8, WIDTH, ROTARY));
+        assert!(fits(&p(64), &ring, Some(&rows)), "Flash");
+        assert!(fits(&p(48), &ring, None), "window layers");
+        assert!(!fits(&p(2), &ring, Some(&rows)), "too few heads for a fragment");
+        let f32 = slot(1, WIDTH, 0);
+        assert!(!fits(&p(64), &f32, None) && !fits(&p(64), &ring, Some(&f32)), "the profile without rounding");
+        assert!(!fits(&p(64), &slot(F16, 256, 0), None), "another width");
+        assert!(!fits(&p(64), &ring, Some(&slot(FP8, WIDTH, 128))), "another rotary part");
     }
 }

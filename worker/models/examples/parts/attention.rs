@@ -56,6 +56,16 @@ fn stored(kind: StateKind, rows: usize, x: &[f32]) -> Vec<u8> {
     bytes
 }
 
+/// Rows divided by their root mean square, as a model's are.
+#[allow(clippy::cast_precision_loss, reason = "a row's width")]
+fn normed(mut x: Vec<f32>) -> Vec<f32> {
+    for row in x.chunks_mut(DIM) {
+        let rms = (row.iter().map(|v| v * v).sum::<f32>() / DIM as f32).sqrt();
+        row.iter_mut().for_each(|v| *v /= rms);
+    }
+    x
+}
+
 impl Case {
     fn spec(&self) -> StateSpec {
         let tokens = self.ratio.max(1);
@@ -67,19 +77,24 @@ impl Case {
         StateSpec { slots }
     }
 
-    fn new(rng: &mut Random, (heads, first, len): (usize, usize, usize), (ratio, top_k): (usize, usize), sink: f32) -> Self {
+    fn new(
+        rng: &mut Random,
+        (heads, first, len): (usize, usize, usize),
+        (ratio, top_k): (usize, usize),
+        sink: f32,
+    ) -> Self {
         let end = first + len;
-        // The numerics round to f16 what is uploaded here, so it is what a device gets.
         let mut floats = |n: usize| rng.activations(n);
         let (q, kv) = (floats(len * heads * DIM), floats(len * DIM));
         let sinks = floats(heads).iter().map(|s| s + sink).collect();
-        let (raw, compressed) = (floats(WINDOW * DIM), floats(end * DIM));
+        let (raw, compressed) = (normed(floats(WINDOW * DIM)), normed(floats(end * DIM)));
         // Small whole numbers: scores are exact, and every device picks the same rows.
         let mut whole = |n: usize| -> Vec<f32> { (0..n).map(|_| [-1.0, 0.0, 1.0, 2.0][rng.below(4)]).collect() };
         let (index_q, index_w) = (whole(len * 2 * INDEX_DIM), whole(len * 2));
         let index = whole(end * INDEX_DIM);
         let rows = end / ratio.max(1);
-        let mut case = Self { heads, first, len, ratio, top_k, sinks, q, kv, index_q, index_w, state: Default::default() };
+        let mut case =
+            Self { heads, first, len, ratio, top_k, sinks, q, kv, index_q, index_w, state: Default::default() };
         let slots = case.spec().slots;
         case.state = [
             stored(slots[RING], WINDOW, &raw),
@@ -111,8 +126,14 @@ impl Case {
             ring_slot: RING,
             compressed: (self.ratio > 0).then_some((ROWS, self.ratio)),
         };
-        let indexer =
-            Indexer { heads: 2, head_dim: INDEX_DIM, top_k: self.top_k, ratio: self.ratio, rows_slot: INDEX, scale: 0.125 };
+        let indexer = Indexer {
+            heads: 2,
+            head_dim: INDEX_DIM,
+            top_k: self.top_k,
+            ratio: self.ratio,
+            rows_slot: INDEX,
+            scale: 0.125,
+        };
         let mut all = Vec::new();
         let mut from = 0;
         while from < len {
@@ -145,7 +166,9 @@ impl Case {
     }
 }
 
-/// Bound: 3e-5 of a head's root mean square. Scores of up to some 30 are computed in f32 by both, whose last bit is 2e-6 there.
+/// Bound: 5e-4 of the root mean square of a head's output. Where two outliers of 16 meet, a dot product's f32 sums are off by 1e-4 on either
+/// device, its weight by 1e-5 of itself, and an outlying value by 16 times that. An H200 was 1.5e-4 from the CPU with compressed rows of twice
+/// the size, and its kernels for any kind of rows 1.9e-4 with everything of twice the size. A key too many or too few is off by 1e-2.
 pub(crate) fn check<D: Full>(d: &D) -> Value {
     let mut rng = Random::new(Random::fresh_seed());
     let cpu = CpuDevice::default();
@@ -170,6 +193,6 @@ pub(crate) fn check<D: Full>(d: &D) -> Value {
             equal += part.len();
         }
     }
-    assert!(worst < 3e-5, "{worst:e}");
-    json!({"worst_over_rms": worst, "bound": 3e-5, "values_equal": equal})
+    assert!(worst < 5e-4, "{worst:e}");
+    json!({"worst_over_rms": worst, "bound": 5e-4, "values_equal": equal})
 }
