@@ -278,25 +278,24 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
     }
 }
 
-// Blocks per multiprocessor are what registers and shared memory of sm_90 allow; kernels/src/cuda/narrow.rs launches as many.
-#define NARROW(T, NT, SHARES, TILES, STAGES, GROUPS, BLOCKS)                                                                       \
+// Blocks per multiprocessor are what registers and shared memory of sm_90 allow; kernels/src/cuda/narrow.rs launches as many, with so
+// many bytes of shared memory.
+#define NARROW(T, NT, SHARES, TILES, STAGES, GROUPS, BLOCKS, BYTES)                                                                \
     extern "C" __global__ void __launch_bounds__(32 * SPLIT * SHARES * GROUPS, BLOCKS) narrow_##T##_##NT##_##SHARES##_##TILES(      \
         const __grid_constant__ Members p, const __grid_constant__ Acts x, const __grid_constant__ Items items) {                   \
         extern __shared__ __align__(16) uint8_t shared[];                                                                           \
         narrow<Tiled##T, NT, SHARES, TILES, STAGES, GROUPS>(p, x, items, shared);                                                   \
     }                                                                                                                               \
-    static_assert(NARROW_SHARED<Tiled##T, 4 * NT * SHARES, TILES, STAGES, GROUPS> <= 99 * 1024);
-#ifndef NARROW_TEST
-NARROW(Q8_0, 1, 1, 1, 3, 1, 4)
-NARROW(Q8_0, 1, 2, 1, 2, 1, 2)
-NARROW(Q8_0, 2, 2, 1, 2, 1, 2)
-NARROW(Q8_0, 2, 2, 2, 2, 1, 2)
-NARROW(Q2_K, 1, 1, 1, 4, 2, 2)
-NARROW(Q2_K, 1, 1, 2, 4, 2, 2)
-NARROW(Q2_K, 4, 1, 1, 4, 1, 4)
-NARROW(Q4_K, 1, 1, 1, 3, 1, 4)
-NARROW(Q4_K, 4, 1, 1, 3, 1, 2)
-NARROW(IQ2_XXS, 1, 1, 1, 3, 2, 2)
-NARROW(IQ2_XXS, 1, 1, 2, 2, 2, 2)
-NARROW(IQ2_XXS, 4, 1, 1, 3, 1, 2)
-#endif
+    static_assert(NARROW_SHARED<Tiled##T, 4 * NT * SHARES, TILES, STAGES, GROUPS> == BYTES && BYTES <= 99 * 1024);
+NARROW(Q8_0, 1, 1, 1, 3, 1, 4, 55040)
+NARROW(Q8_0, 1, 2, 1, 2, 1, 2, 40192)
+NARROW(Q8_0, 2, 2, 1, 2, 1, 2, 45312)
+NARROW(Q8_0, 2, 2, 2, 2, 1, 2, 53504)
+NARROW(Q2_K, 1, 1, 1, 4, 2, 2, 48640)
+NARROW(Q2_K, 1, 1, 2, 4, 2, 2, 52736)
+NARROW(Q2_K, 4, 1, 1, 4, 1, 4, 32000)
+NARROW(Q4_K, 1, 1, 1, 3, 1, 4, 30464)
+NARROW(Q4_K, 4, 1, 1, 3, 1, 2, 38144)
+NARROW(IQ2_XXS, 1, 1, 1, 3, 2, 2, 96512)
+NARROW(IQ2_XXS, 1, 1, 2, 2, 2, 2, 92160)
+NARROW(IQ2_XXS, 4, 1, 1, 3, 1, 2, 88704)

@@ -168,6 +168,24 @@ mod tests {
                 }
             }
         }
+        // As in narrow.cu.
+        let bytes = [
+            (GgmlType::Q8_0, 4, 1, 55040),
+            (GgmlType::Q8_0, 8, 1, 40192),
+            (GgmlType::Q8_0, 16, 1, 45312),
+            (GgmlType::Q8_0, 16, 2, 53504),
+            (GgmlType::Q2_K, 4, 1, 48640),
+            (GgmlType::Q2_K, 4, 2, 52736),
+            (GgmlType::Q2_K, 16, 1, 32000),
+            (GgmlType::Q4_K, 4, 1, 30464),
+            (GgmlType::Q4_K, 16, 1, 38144),
+            (GgmlType::IQ2_XXS, 4, 1, 96512),
+            (GgmlType::IQ2_XXS, 4, 2, 92160),
+            (GgmlType::IQ2_XXS, 16, 1, 88704),
+        ];
+        for (ty, rows, tiles, bytes) in bytes {
+            assert_eq!(Shape::of(ty, rows, tiles).map(|s| s.shared), Some(bytes), "{ty}: {rows} rows, {tiles} tiles");
+        }
         assert!(Shape::of(GgmlType::F16, 4, 1).is_none());
     }
 }
