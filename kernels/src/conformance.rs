@@ -128,6 +128,8 @@ pub fn run_operations<D: Device>(device: &D, bounds: Bounds) {
     }
     // Enough for the kernels with the largest tiles; columns that are not whole tiles of anything.
     suite.batches(GgmlType::F16, &[8200, 24, 1], 264, 260);
+    suite.batches(GgmlType::BF16, &[600, 48], 264, 150);
+    suite.groups();
     suite.changed();
     suite.attention(StateType::F16);
     suite.attention(StateType::F32);
@@ -334,8 +336,7 @@ impl<D: Device> Suite<'_, D> {
     fn batches(&self, ty: GgmlType, outputs: &[usize], cols: usize, rows: usize) {
         let mut rng = self.random(11);
         let x = rng.activations(rows * cols);
-        let weights: Vec<_> =
-            outputs.iter().map(|n| self.weight(ty, *n, cols, &rng.weights(ty, *n, cols))).collect();
+        let weights: Vec<_> = outputs.iter().map(|n| self.weight(ty, *n, cols, &rng.weights(ty, *n, cols))).collect();
         let run = |x: &[f32]| -> Vec<Vec<f32>> {
             let mut out: Vec<_> = outputs.iter().map(|n| self.device.buffer(*n)).collect();
             self.device.matmul(&self.upload(cols, x), &mut weights.iter().zip(&mut out).collect::<Vec<_>>());
@@ -374,6 +375,29 @@ impl<D: Device> Suite<'_, D> {
         check(&normed, &mut out);
         self.device.swiglu(&x, &y, &mut normed);
         check(&normed, &mut out);
+    }
+
+    /// Weights of all kinds that share their inputs, more of them than any launch takes: as exact as alone, and with the same bits.
+    fn groups(&self) {
+        let mut rng = self.random(12);
+        let types = [GgmlType::F16, GgmlType::Q8_0, GgmlType::BF16, GgmlType::F32, GgmlType::Q2_K];
+        let shapes: Vec<_> = (0..24).map(|i| (types[[0, 1, 0, 2, 0, 3, 0, 4][i % 8]], 16 * (1 + i % 5))).collect();
+        for (cols, rows) in [(512, 1), (1024, 3), (512, 6), (256, 50)] {
+            let x = rng.activations(rows * cols);
+            let bytes: Vec<_> = shapes.iter().map(|(ty, n)| rng.weights(*ty, *n, cols)).collect();
+            let weights: Vec<_> = shapes.iter().zip(&bytes).map(|((ty, n), b)| self.weight(*ty, *n, cols, b)).collect();
+            let buffer = self.upload(cols, &x);
+            let mut out: Vec<_> = shapes.iter().map(|(_, n)| self.device.buffer(*n)).collect();
+            self.device.matmul(&buffer, &mut weights.iter().zip(&mut out).collect::<Vec<_>>());
+            for (i, (ty, n)) in shapes.iter().enumerate() {
+                let got = self.download(&out[i], rows);
+                self.product(*ty, &bytes[i], cols, &x, &got);
+                let mut alone = self.device.buffer(*n);
+                self.device.matmul(&buffer, &mut [(&weights[i], &mut alone)]);
+                let same = got.iter().zip(self.download(&alone, rows)).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{ty}, {n} outputs, {rows} rows: other bits in a group (DS4_SEED={})", self.seed);
+            }
+        }
     }
 
     fn product(&self, ty: GgmlType, bytes: &[u8], cols: usize, x: &[f32], got: &[f32]) {

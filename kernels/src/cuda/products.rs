@@ -175,7 +175,7 @@ pub(super) fn matmul(
                 d.launch(File::Dense, &name, grid, [threads, 1, 1], shared, &[&arg, &pieces, &scale, &n]);
             }
         }
-        // The next launch would be beside this one, which does not wait before it lets others start.
+        // Further launches wait as usual; no model has more than `MOST` weights that meet one input.
         beside = 0;
     }
 }
