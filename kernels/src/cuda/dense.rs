@@ -153,7 +153,7 @@ pub(super) fn attention(d: &CudaDevice, step: &CudaStep, p: &Attention, q: &Cuda
     let mut scratch = d.scratch();
     let partial = match pieces {
         1 => 0,
-        n => scratch.partial.at_least(d.context(), step.rows * p.heads * n * (p.head_dim + 2) * 4),
+        n => scratch.work.at_least(d.context(), step.rows * p.heads * n * (p.head_dim + 2) * 4),
     };
     let (heads, per_kv, head_dim) = (int(p.heads), int(p.heads / p.kv_heads), int(p.head_dim));
     let (from, to) = (q.start(), out.start());

@@ -23,17 +23,14 @@ pub(super) struct Scratch {
     /// A hyper-connection's products and sums of squares.
     pub(super) mix: Growable,
     pub(super) squares: Growable,
-    /// Pieces of a softmax.
-    pub(super) partial: Growable,
-    /// Indexer scores.
-    pub(super) scores: Growable,
+    /// What one operation needs between its kernels and no later one reads: pieces of a softmax, scores, an expert's two halves. One
+    /// memory for all: at 2,048 rows each is some 200 MB.
+    pub(super) work: Growable,
     /// Where results are copied to.
     host: Host,
     /// Of the sampler's kernels.
     pub(super) sample: sample::Memory,
-    /// Expert activations.
-    pub(super) gate: Growable,
-    pub(super) up: Growable,
+    /// Outputs of the experts, one for each assignment.
     pub(super) parts: Growable,
     /// Split activations of products with tiled weights, and assignments by expert.
     pub(super) activations: split::Activations,
@@ -66,8 +63,14 @@ impl CudaDevice {
         }
         let stream = Stream::new(&context)?;
         let kernels = Kernels::load(&context)?;
-        let (scratch, launches) = (Mutex::default(), AtomicU64::new(0));
-        Ok(Self { kernels, arenas: Arenas::default(), scratch, launches, stream, context })
+        Ok(Self {
+            kernels,
+            arenas: Arenas::default(),
+            scratch: Mutex::default(),
+            launches: AtomicU64::new(0),
+            stream,
+            context,
+        })
     }
 
     /// The context.

@@ -171,7 +171,8 @@ fn ffn(
     let mut scratch = d.scratch();
     let s = &mut *scratch;
     let len = assignments.max(16) * ff * 4;
-    let (gate, up) = (s.gate.at_least(d.context(), len), s.up.at_least(d.context(), len));
+    let gate = s.work.at_least(d.context(), 2 * len);
+    let up = gate + len as u64;
     let ids = routing.ids.start();
     let tiled = [&experts.gate, &experts.up, &experts.down].into_iter().filter(|w| w.is_tiled());
     let tiled: Vec<_> = tiled.map(|w| w.ty).collect();

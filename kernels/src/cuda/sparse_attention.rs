@@ -94,7 +94,7 @@ pub(super) fn attend(
         1 => 0,
         n => {
             let len = step.rows * p.heads * n * (p.head_dim + 2) * 4;
-            d.scratch().partial.at_least(d.context(), len)
+            d.scratch().work.at_least(d.context(), len)
         }
     };
     let (e, to) = (per_lane(p.head_dim, 16), out.start());
