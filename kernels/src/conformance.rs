@@ -4,7 +4,12 @@
 //! one-layer model is then run whole, in chunks and in mixed batches, and every row must agree bit for bit (see "row
 //! invariance" in [`crate::device`]). [`run`] panics with the operation, the place and the seed; `DS4_SEED` repeats a run.
 
+mod products;
+mod random;
 mod sample;
+
+pub(crate) use products::product;
+pub use random::Random;
 
 use ds4_manifests::GgmlType;
 use ds4_os::SharedBytes;
@@ -20,85 +25,6 @@ pub struct Bounds {
     /// Largest error of an activation as a product with quantised weights sees it, relative to the greatest magnitude in
     /// its block of 32: half a step of the activation format. 1/254 for int8, 1/65024 for the CPU's 16-bit format.
     pub activation: f64,
-}
-
-/// A small generator (SplitMix64) for test inputs.
-#[derive(Clone, Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// A generator with a given seed.
-    pub fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    /// The seed in `DS4_SEED`, or one from the clock.
-    pub fn fresh_seed() -> u64 {
-        if let Some(seed) = std::env::var("DS4_SEED").ok().and_then(|s| s.parse().ok()) {
-            return seed;
-        }
-        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        now.as_secs().rotate_left(32) ^ u64::from(now.subsec_nanos())
-    }
-
-    /// 64 random bits.
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// Uniform in -1..1.
-    pub fn unit(&mut self) -> f32 {
-        #[allow(clippy::cast_precision_loss, reason = "24 bits fit f32 exactly")]
-        let x = (self.bits() >> 40) as f32;
-        x / 8_388_608.0 - 1.0
-    }
-
-    /// Below `n`.
-    pub fn below(&mut self, n: usize) -> usize {
-        let n = u64::try_from(n).unwrap_or(u64::MAX);
-        usize::try_from(self.bits() % n).unwrap_or(0)
-    }
-
-    /// `n` activations: mostly of order 1 with a few large ones, as language models have.
-    pub fn activations(&mut self, n: usize) -> Vec<f32> {
-        (0..n).map(|_| self.unit() * if self.below(97) == 0 { 30.0 } else { 1.0 }).collect()
-    }
-
-    /// `rows * cols` weights of `ty`: random blocks whose scales are finite and of order 0.01.
-    pub fn weights(&mut self, ty: GgmlType, rows: usize, cols: usize) -> Vec<u8> {
-        let n = rows * cols;
-        match ty {
-            GgmlType::F32 => return (0..n).flat_map(|_| self.unit().to_le_bytes()).collect(),
-            GgmlType::F16 => return (0..n).flat_map(|_| half::f16::from_f32(self.unit()).to_le_bytes()).collect(),
-            GgmlType::BF16 => return (0..n).flat_map(|_| half::bf16::from_f32(self.unit()).to_le_bytes()).collect(),
-            _ => {}
-        }
-        let mut bytes: Vec<u8> = (0..quant::row_bytes(ty, n)).map(|_| self.bits().to_le_bytes()[0]).collect();
-        let block = usize::try_from(ty.block_bytes()).unwrap_or(usize::MAX);
-        let scales: &[usize] = match ty {
-            GgmlType::Q4_1 | GgmlType::Q5_1 | GgmlType::Q4_K | GgmlType::Q5_K => &[0, 2],
-            GgmlType::Q2_K => &[80, 82],
-            GgmlType::Q3_K => &[108],
-            GgmlType::Q6_K => &[208],
-            _ => &[0],
-        };
-        for b in bytes.chunks_exact_mut(block) {
-            if ty == GgmlType::IQ1_M {
-                let d = half::f16::from_f32(self.unit() * 0.01).to_bits();
-                for k in 0..4 {
-                    b[49 + 2 * k] = (b[49 + 2 * k] & 0x0f) | (((d >> (4 * k)) & 15) << 4).to_le_bytes()[0];
-                }
-                continue;
-            }
-            for at in scales {
-                b[*at..at + 2].copy_from_slice(&half::f16::from_f32(self.unit() * 0.01).to_le_bytes());
-            }
-        }
-        bytes
-    }
 }
 
 /// Runs every check on `device`.
@@ -151,24 +77,6 @@ struct Suite<'a, D: Device> {
     device: &'a D,
     bounds: Bounds,
     seed: u64,
-}
-
-/// The exact product of a row of weights of type `ty` with activations, and how far a device may be from it: half a step of its activation
-/// format for each weight, and roundings of f32.
-pub(crate) fn product(ty: GgmlType, w: &[f32], x: &[f32], activation: f64) -> (f64, f64) {
-    let float = matches!(ty, GgmlType::F32 | GgmlType::F16 | GgmlType::BF16);
-    let activation = if float { 0.0 } else { activation };
-    let widest = f64::from(w.iter().fold(0f32, |m, v| m.max(v.abs())));
-    let (mut want, mut bound) = (0.0, 1e-30);
-    for (w, x) in w.chunks(32).zip(x.chunks(32)) {
-        let step = f64::from(x.iter().fold(0f32, |m, v| m.max(v.abs()))) * activation;
-        for (w, x) in w.iter().zip(x) {
-            let (w, x) = (f64::from(*w), f64::from(*x));
-            want += w * x;
-            bound += w.abs() * step + (w.abs() + 2.0 * widest) * x.abs() / 524_288.0;
-        }
-    }
-    (want, bound)
 }
 
 fn tokens(n: usize) -> Vec<u32> {
@@ -312,104 +220,6 @@ impl<D: Device> Suite<'_, D> {
             let mut want = vec![0.0; cols];
             quant::dequantize_row(ty, &bytes[r * row_bytes..(r + 1) * row_bytes], &mut want);
             assert_eq!(got, want, "embed {ty} (DS4_SEED={})", self.seed);
-        }
-    }
-
-    /// Bound: every activation off by half a step of its block, plus 2^-19 of the sum of magnitudes (of weights counted
-    /// with their minimum) for rounding in any order of summation.
-    fn matmul(&self, ty: GgmlType) {
-        let mut rng = self.random(4);
-        for (outputs, cols, rows) in [(1, 256, 1), (40, 512, 1), (23, 768, 5), (64, 256, 37)] {
-            let (bytes, x) = (rng.weights(ty, outputs, cols), rng.activations(rows * cols));
-            let more = rng.weights(GgmlType::Q8_0, 3, cols);
-            let (w, w2) = (self.weight(ty, outputs, cols, &bytes), self.weight(GgmlType::Q8_0, 3, cols, &more));
-            let (mut out, mut out2) = (self.device.buffer(outputs), self.device.buffer(3));
-            let buffer = self.upload(cols, &x);
-            self.device.matmul(&buffer, &mut [(&w, &mut out), (&w2, &mut out2)]);
-            self.product(ty, &bytes, cols, &x, &self.download(&out, rows));
-            self.product(GgmlType::Q8_0, &more, cols, &x, &self.download(&out2, rows));
-        }
-    }
-
-    /// A row's products have the same bits in batches of every size, wherever the row is in them: devices have other kernels for many rows
-    /// than for few.
-    fn batches(&self, ty: GgmlType, outputs: &[usize], cols: usize, rows: usize) {
-        let mut rng = self.random(11);
-        let x = rng.activations(rows * cols);
-        let weights: Vec<_> = outputs.iter().map(|n| self.weight(ty, *n, cols, &rng.weights(ty, *n, cols))).collect();
-        let run = |x: &[f32]| -> Vec<Vec<f32>> {
-            let mut out: Vec<_> = outputs.iter().map(|n| self.device.buffer(*n)).collect();
-            self.device.matmul(&self.upload(cols, x), &mut weights.iter().zip(&mut out).collect::<Vec<_>>());
-            out.iter().map(|o| self.download(o, x.len() / cols)).collect()
-        };
-        let all = run(&x);
-        for n in [1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 140] {
-            let first = rng.below(rows - n + 1);
-            let some = run(&x[first * cols..(first + n) * cols]);
-            for ((some, all), width) in some.iter().zip(&all).zip(outputs) {
-                let same = some.iter().zip(&all[first * width..]).all(|(a, b)| a.to_bits() == b.to_bits());
-                let seed = self.seed;
-                assert!(same, "{ty}, {width} outputs: other bits in a batch of {n} than of {rows} (DS4_SEED={seed})");
-            }
-        }
-    }
-
-    /// A device may keep what it made of a buffer for products beside it; a product must see what was written last.
-    fn changed(&self) {
-        let mut rng = self.random(9);
-        let (rows, cols, outputs, ty) = (5, 512, 32, GgmlType::Q8_0);
-        let bytes = rng.weights(ty, outputs, cols);
-        let (w, norm) = (self.weight(ty, outputs, cols, &bytes), self.floats(1, cols, &rng.activations(cols)));
-        let (x, y) = (rng.activations(rows * cols), rng.activations(rows * cols));
-        let (x, y) = (self.upload(cols, &x), self.upload(cols, &y));
-        let (mut normed, mut out) = (self.device.buffer(cols), self.device.buffer(outputs));
-        let check = |normed: &D::Buffer, out: &mut D::Buffer| {
-            self.device.matmul(normed, &mut [(&w, &mut *out)]);
-            self.product(ty, &bytes, cols, &self.download(normed, rows), &self.download(out, rows));
-        };
-        self.device.rms_norm(&x, &norm, 1e-5, &mut normed);
-        check(&normed, &mut out);
-        self.device.add(&mut normed, &y);
-        check(&normed, &mut out);
-        self.device.rms_norm(&y, &norm, 1e-5, &mut normed);
-        check(&normed, &mut out);
-        self.device.swiglu(&x, &y, &mut normed);
-        check(&normed, &mut out);
-    }
-
-    /// Weights of all kinds that share their inputs, more of them than any launch takes: as exact as alone, and with the same bits.
-    fn groups(&self) {
-        let mut rng = self.random(12);
-        let types = [GgmlType::F16, GgmlType::Q8_0, GgmlType::BF16, GgmlType::F32, GgmlType::Q2_K];
-        let shapes: Vec<_> = (0..24).map(|i| (types[[0, 1, 0, 2, 0, 3, 0, 4][i % 8]], 16 * (1 + i % 5))).collect();
-        for (cols, rows) in [(512, 1), (1024, 3), (512, 6), (256, 50)] {
-            let x = rng.activations(rows * cols);
-            let bytes: Vec<_> = shapes.iter().map(|(ty, n)| rng.weights(*ty, *n, cols)).collect();
-            let weights: Vec<_> = shapes.iter().zip(&bytes).map(|((ty, n), b)| self.weight(*ty, *n, cols, b)).collect();
-            let buffer = self.upload(cols, &x);
-            let mut out: Vec<_> = shapes.iter().map(|(_, n)| self.device.buffer(*n)).collect();
-            self.device.matmul(&buffer, &mut weights.iter().zip(&mut out).collect::<Vec<_>>());
-            for (i, (ty, n)) in shapes.iter().enumerate() {
-                let got = self.download(&out[i], rows);
-                self.product(*ty, &bytes[i], cols, &x, &got);
-                let mut alone = self.device.buffer(*n);
-                self.device.matmul(&buffer, &mut [(&weights[i], &mut alone)]);
-                let same = got.iter().zip(self.download(&alone, rows)).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "{ty}, {n} outputs, {rows} rows: other bits in a group (DS4_SEED={})", self.seed);
-            }
-        }
-    }
-
-    fn product(&self, ty: GgmlType, bytes: &[u8], cols: usize, x: &[f32], got: &[f32]) {
-        let row_bytes = quant::row_bytes(ty, cols);
-        let outputs = bytes.len() / row_bytes;
-        for (o, row) in bytes.chunks_exact(row_bytes).enumerate() {
-            let mut w = vec![0.0; cols];
-            quant::dequantize_row(ty, row, &mut w);
-            for (r, x) in x.chunks_exact(cols).enumerate() {
-                let (want, bound) = product(ty, &w, x, self.bounds.activation);
-                self.close(&format!("matmul {ty} row {r} output {o}"), got[r * outputs + o], want, bound);
-            }
         }
     }
 
