@@ -2,7 +2,7 @@
 //! this shows what it says.
 
 use std::fmt::Write as _;
-use std::process::Command;
+use std::process::{Command, Output};
 
 use anyhow::Context as _;
 use serde_json::Value;
@@ -13,19 +13,23 @@ use crate::serve::plan::sibling;
 /// `ds4 bench kernel`.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Each line is one shape and number of rows: microseconds (median), bytes a second and multiply-adds counted as two \
-    FLOPs, their share of what the device is known to reach, and the largest error beside its bound. A family fails when an error is \
-    above its bound, or when a row has other bits in a launch of its own. Inputs are random and fresh; --seed repeats a run."
+    after_help = "Each line is one shape and number of rows: microseconds (median), bytes and FLOPs a second (a multiply-add is two), \
+    on devices whose limits are known their share of these, and the largest error beside its bound: of products against exact \
+    arithmetic, in units of the bound, and of other operations against the CPU (on the CPU itself: against its scalar instructions). \
+    A line fails when the error is above its bound, or when a row has other bits in a launch of its own. Inputs are random and \
+    fresh; --seed repeats a run. Everything is printed at the end; `all` at full size takes minutes on a CPU.\n\n\
+    Exit codes: 0 all passed; 1 a line failed; 2 bad usage, or no such device."
 )]
 pub struct KernelArgs {
     /// Family of kernels, `all`, or `list`
     #[arg(value_name = "FAMILY")]
     family: String,
     /// Numbers of rows
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 4, 16, 512, 2048])]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 4, 16, 512, 2048],
+        value_parser = clap::value_parser!(u32).range(1..=4096))]
     rows: Vec<u32>,
-    /// auto (the first CUDA device that there is, else the CPU), cpu or cuda
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    /// Where: auto is the first CUDA device that there is, else the CPU
+    #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = ["auto", "cpu", "cuda"])]
     device: String,
     /// Shapes of a few hundred elements instead of DeepSeek V4 Flash's: a check, not a measurement
     #[arg(long)]
@@ -64,9 +68,8 @@ pub fn kernel(args: &KernelArgs) -> anyhow::Result<(Value, String)> {
     }
     let output = command.output().context("cannot start ds4-worker")?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
         let code = output.status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(1);
-        return Err(Failure::error(code, said.trim().trim_start_matches("ds4-worker: ").to_owned()));
+        return Err(Failure::error(code, said(&output)));
     }
     let mut value: Value =
         serde_json::from_slice(&output.stdout).context("the figures of ds4-worker --bench-kernel")?;
@@ -76,6 +79,15 @@ pub fn kernel(args: &KernelArgs) -> anyhow::Result<(Value, String)> {
         value["failed"] = failed.into();
     }
     Ok((value, text))
+}
+
+/// Why the worker's binary did not do it.
+fn said(output: &Output) -> String {
+    let said = String::from_utf8_lossy(&output.stderr);
+    match said.trim().trim_start_matches("ds4-worker: ") {
+        "" => format!("ds4-worker --bench-kernel ended without a word ({})", output.status),
+        said => said.to_owned(),
+    }
 }
 
 fn text(value: &Value) -> String {
@@ -93,7 +105,7 @@ fn text(value: &Value) -> String {
         let per_us = if n("us") > 0.0 { 1.0 / n("us") } else { 0.0 };
         let _ = writeln!(
             out,
-            "{:10} {:46} rows {:4.0} {:10.1} us {:7.1} GB/s{} {:8.2} TFLOP/s{}  error {:.1e} of {:.1e}{}",
+            "{:10} {:52} rows {:4.0} {:10.1} us {:7.1} GB/s{} {:8.2} TFLOP/s{}  error {:.1e} of {:.1e}{}",
             str(l, "family"),
             str(l, "what"),
             n("rows"),
@@ -116,7 +128,19 @@ fn text(value: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::ExitStatus;
+
     use super::*;
+
+    #[test]
+    fn a_worker_that_was_killed_is_not_an_empty_message() {
+        let end = |status: i32, stderr: &str| {
+            said(&Output { status: ExitStatus::from_raw(status), stdout: Vec::new(), stderr: stderr.into() })
+        };
+        assert!(end(9, "").contains("signal: 9"), "{}", end(9, ""));
+        assert_eq!(end(2 << 8, "ds4-worker: no such family\n"), "no such family");
+    }
 
     #[test]
     fn what_failed_is_said() {

@@ -16,8 +16,8 @@ use clap::Subcommand;
 /// `ds4 bench`.
 #[derive(clap::Args)]
 #[command(
-    after_help = "Each benchmark starts its own owner and worker in a temporary runtime directory, and looks at flags only, \
-    not at the configuration file or DS4_ variables. Use an otherwise idle machine."
+    after_help = "Each benchmark but `kernel`, which needs neither, starts its own owner and worker in a temporary runtime directory. \
+    All look at flags only, not at the configuration file or DS4_ variables. Use an otherwise idle machine."
 )]
 pub struct BenchArgs {
     /// Print one JSON object

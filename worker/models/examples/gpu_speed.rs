@@ -1,7 +1,8 @@
-//! Speed of a CUDA device: kernels at DeepSeek V4 Flash's shapes, and whole steps of a model of that shape with random weights.
+//! Speed of whole steps of a model of DeepSeek V4 Flash's shape with random weights on a CUDA device, and of what samplers ask. Single
+//! kernels: `ds4 bench kernel`.
 //!
-//! `gpu_speed kernels`, `gpu_speed sampling`, `gpu_speed model [LAYERS] [late]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random blocks, each layer's a device copy of its own (the host has one
-//! layer's bytes); every timing is between events of the device's stream, after a warm-up, over inputs that do not fit the cache.
+//! `gpu_speed sampling`, `gpu_speed model [LAYERS] [late]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random
+//! blocks, each layer's a device copy of its own (the host has one layer's bytes); `late` also times decoding without early starts.
 
 #[path = "parts/flash.rs"]
 mod flash;
@@ -10,24 +11,13 @@ use std::time::Instant;
 
 use ds4_kernels::conformance::Random;
 use ds4_kernels::cuda::CudaDevice;
-use ds4_kernels::cuda::driver::Event;
-use ds4_kernels::ops::{Experts, KvNumerics, MoeOps, RouterParams, RowQuery};
-use ds4_kernels::{BatchPlan, Device, StateSpec, TensorSource, quant};
+use ds4_kernels::ops::{KvNumerics, RowQuery};
+use ds4_kernels::{BatchPlan, Device, StateSpec, TensorSource};
 use ds4_manifests::GgmlType;
 use ds4_models::Model;
 use ds4_models::deepseek_v4::DeepseekV4;
 use ds4_os::SharedBytes;
 use flash::flash;
-
-/// Measured device read bandwidth of an H200, bytes per second.
-const CEILING: f64 = 4.14e12;
-
-/// Random blocks, made from a few MiB that repeat: bandwidth does not depend on what they are.
-fn blocks(rng: &mut Random, ty: GgmlType, elems: usize) -> Vec<u8> {
-    let want = quant::row_bytes(ty, elems);
-    let some = rng.weights(ty, 1, elems.min(1 << 22));
-    some.iter().copied().cycle().take(want).collect()
-}
 
 fn bind(d: &CudaDevice, ty: GgmlType, rows: usize, cols: usize, bytes: &SharedBytes) -> <CudaDevice as Device>::Weight {
     d.bind(&TensorSource { name: format!("{ty}"), ty, cols, rows, bytes: bytes.clone() }).unwrap()
@@ -43,104 +33,6 @@ fn activations(d: &CudaDevice, rng: &mut Random, rows: usize, width: usize) -> <
     let mut out = d.buffer(width);
     d.embed(&d.step(&plan, &mut banks).unwrap(), &table, &mut out);
     out
-}
-
-/// Median microseconds of `run(i)` for i = 0, 1, ...
-fn time(d: &CudaDevice, n: usize, mut run: impl FnMut(usize)) -> f64 {
-    for i in 0..3 {
-        run(i);
-    }
-    d.synchronize().unwrap();
-    let mut all = Vec::new();
-    for k in 0..5 {
-        let (a, b) = (Event::timed(d.context()).unwrap(), Event::timed(d.context()).unwrap());
-        a.record(d.stream()).unwrap();
-        for i in 0..n {
-            run(k * n + i);
-        }
-        b.record(d.stream()).unwrap();
-        d.synchronize().unwrap();
-        all.push(f64::from(b.since_ms(&a).unwrap()) * 1e3 / n as f64);
-    }
-    all.sort_by(f64::total_cmp);
-    all[2]
-}
-
-fn line(name: &str, rows: usize, us: f64, bytes: f64, macs: f64) {
-    println!(
-        "{name:34} rows {rows:5}  {us:9.1} us  {:8.1} MB  {:5.2} TB/s ({:4.1} %)  {:6.1} TFLOP/s",
-        bytes / 1e6,
-        bytes / us / 1e6,
-        bytes / us * 1e6 / CEILING * 100.0,
-        2.0 * macs / us / 1e6
-    );
-}
-
-fn kernels(d: &CudaDevice) {
-    let mut rng = Random::new(1);
-    use GgmlType as T;
-    for (name, ty, outputs, cols, copies) in [
-        ("q_b Q8_0", T::Q8_0, 32768, 1024, 6),
-        ("output_b Q8_0", T::Q8_0, 4096, 8192, 6),
-        ("shared gate Q8_0", T::Q8_0, 2048, 4096, 12),
-        ("head Q8_0", T::Q8_0, 129_280, 4096, 1),
-        ("Q2_K", T::Q2_K, 65536, 2048, 4),
-        ("IQ2_XXS", T::IQ2_XXS, 65536, 4096, 4),
-        ("Q4_K", T::Q4_K, 32768, 4096, 4),
-        ("compressor F16", T::F16, 1024, 4096, 12),
-        ("mixer F16", T::F16, 24, 16384, 12),
-    ] {
-        let bytes = SharedBytes::from_vec(blocks(&mut rng, ty, outputs * cols));
-        let w: Vec<_> = (0..copies).map(|_| bind(d, ty, outputs, cols, &bytes)).collect();
-        for rows in [1, 4, 16, 512] {
-            let x = activations(d, &mut rng, rows, cols);
-            let mut out = d.buffer(outputs);
-            let us = time(d, if rows > 16 { 3 } else { 24 }, |i| d.matmul(&x, &mut [(&w[i % copies], &mut out)]));
-            line(name, rows, us, bytes.len() as f64, (outputs * cols * rows) as f64);
-        }
-    }
-    let (count, hidden, ff, used) = (256, 4096, 2048, 6);
-    let gate = SharedBytes::from_vec(blocks(&mut rng, T::IQ2_XXS, count * ff * hidden));
-    let down = SharedBytes::from_vec(blocks(&mut rng, T::Q2_K, count * ff * hidden));
-    let e = Experts {
-        gate: bind(d, T::IQ2_XXS, count * ff, hidden, &gate),
-        up: bind(d, T::IQ2_XXS, count * ff, hidden, &gate),
-        down: bind(d, T::Q2_K, count * hidden, ff, &down),
-        count,
-    };
-    let p = RouterParams { used, scale: 1.5, floor: 1e-5 };
-    for rows in [1, 4, 16, 64, 512, 2048] {
-        let x = activations(d, &mut rng, rows, hidden);
-        let mut touched = 0.0;
-        let routings: Vec<_> = (0..16)
-            .map(|_| {
-                // Uniform scores pick experts evenly.
-                let scores: Vec<f32> = (0..rows * count).map(|_| rng.unit() * 4.0).collect();
-                let mut seen = vec![false; count];
-                for r in scores.chunks(count) {
-                    let mut order: Vec<usize> = (0..count).collect();
-                    order.sort_by(|a, b| r[*b].total_cmp(&r[*a]));
-                    order[..used].iter().for_each(|e| seen[*e] = true);
-                }
-                touched += seen.iter().filter(|s| **s).count() as f64 / 16.0;
-                let bytes = scores.iter().flat_map(|v| v.to_le_bytes()).collect();
-                let table = bind(d, T::F32, rows, count, &SharedBytes::from_vec(bytes));
-                let mut banks = [d.bank(&StateSpec::default(), rows).unwrap()];
-                d.bank_commit(&mut banks[0], rows).unwrap();
-                let mut plan = BatchPlan::default();
-                plan.push(0, 0, &(0..u32::try_from(rows).unwrap()).collect::<Vec<_>>(), false);
-                let mut logits = d.buffer(count);
-                d.embed(&d.step(&plan, &mut banks).unwrap(), &table, &mut logits);
-                let mut routing = <CudaDevice as MoeOps>::Routing::default();
-                d.route_learned(&p, &logits, None, &mut routing);
-                routing
-            })
-            .collect();
-        let mut out = d.buffer(hidden);
-        let us = time(d, if rows > 16 { 3 } else { 16 }, |i| d.expert_ffn(&e, &routings[i % 16], 10.0, &x, &mut out));
-        let bytes = touched * (2 * gate.len() + down.len()) as f64 / count as f64;
-        line("experts IQ2_XXS, Q2_K (whole op)", rows, us, bytes, (3 * rows * used * ff * hidden) as f64);
-    }
 }
 
 fn model(d: &CudaDevice, layers: u64, prefill: bool, late: bool) {
@@ -270,7 +162,6 @@ fn main() {
     });
     println!("{}", d.describe());
     match args.first().map(String::as_str) {
-        Some("kernels") => kernels(&d),
         Some("sampling") => sampling(&d),
         Some(kind @ ("model" | "decode")) => {
             model(
@@ -281,7 +172,7 @@ fn main() {
             );
         }
         other => {
-            eprintln!("{other:?}: kernels, sampling, model or decode");
+            eprintln!("{other:?}: sampling, model or decode");
             std::process::exit(1)
         }
     }
