@@ -156,7 +156,9 @@ mod tests {
 
     #[test]
     fn what_cannot_be_measured_is_refused() {
-        for args in [["--at", "64,0"], ["--prefill", "0"], ["--decode", "1"], ["--streams", "0"], ["--streams", "4,1025"]] {
+        for args in
+            [["--at", "64,0"], ["--prefill", "0"], ["--decode", "1"], ["--streams", "0"], ["--streams", "4,1025"]]
+        {
             assert!(parsed(&args).is_err(), "{args:?}");
         }
     }
