@@ -5,7 +5,6 @@ use std::sync::Arc;
 use ds4_engine::{FinishReason, TokenLogprob};
 use ds4_text::{Part, Piece};
 use serde::Serialize;
-use serde_json::Map;
 
 use crate::backend::Backend;
 use crate::wire::{Choice, TimingsWire, Usage, Wire, event, finite, reason_name, token_text};
@@ -55,8 +54,18 @@ struct TextChoice<'a> {
 struct LegacyLogprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<f32>,
-    top_logprobs: Vec<Map<String, serde_json::Value>>,
+    top_logprobs: Vec<Top>,
     text_offset: Vec<usize>,
+}
+
+/// Names and values, best first: an object of f32, which read as those of `token_logprobs` do.
+#[derive(Default)]
+struct Top(Vec<(String, f32)>);
+
+impl Serialize for Top {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(name, logprob)| (name, logprob)))
+    }
 }
 
 impl CompletionsWire {
@@ -83,11 +92,13 @@ impl CompletionsWire {
         let mut out = LegacyLogprobs::default();
         for (_, t) in tokens {
             let (text, chars) = self.legacy_text(t.token);
-            let mut top = Map::new();
+            let mut top = Top::default();
             for (token, logprob) in &t.top {
                 let text = self.legacy_text(*token).0;
                 // Two tokens may read the same: the likelier one, which comes first, keeps the name.
-                top.entry(text).or_insert_with(|| finite(*logprob).into());
+                if top.0.iter().all(|(name, _)| *name != text) {
+                    top.0.push((text, finite(*logprob)));
+                }
             }
             out.tokens.push(text);
             out.token_logprobs.push(finite(t.logprob));
@@ -155,5 +166,21 @@ impl Wire for CompletionsWire {
             })
             .collect();
         serde_json::to_vec(&self.body(choices, Some(Some(usage)), Some(timings))).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_probability_reads_alike_wherever_it_stands() {
+        let out = LegacyLogprobs {
+            token_logprobs: vec![-0.1],
+            top_logprobs: vec![Top(vec![("b".into(), -0.1), ("a".into(), -7.3)])],
+            ..LegacyLogprobs::default()
+        };
+        let text = serde_json::to_string(&out).unwrap();
+        assert!(text.contains(r#""token_logprobs":[-0.1],"top_logprobs":[{"b":-0.1,"a":-7.3}]"#), "{text}");
     }
 }

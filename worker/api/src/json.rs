@@ -110,7 +110,7 @@ impl<'a> Fields<'a> {
         let number: serde_json::Number = serde_json::from_str(raw).map_err(|_| wrong_type(name, "an integer", raw))?;
         let value = match (number.as_i64(), number.as_f64()) {
             (Some(v), _) => v,
-            // Past i64: no range here reaches that far, so the nearest end is refused with the same words.
+            // Past i64: refused with the same words, or as good as the end of a range that has none.
             (None, Some(v)) if v.fract() == 0.0 => {
                 if v > 9e18 {
                     i64::MAX
@@ -131,6 +131,27 @@ impl<'a> Fields<'a> {
             return Err(ApiError::invalid_value(name, raw, &rule));
         }
         Ok(Some(value))
+    }
+
+    /// Takes a seed: an integer of 64 bits, with a sign or without. −1, with which several clients spell "draw one", is none; other
+    /// negative seeds are seeds like any other.
+    ///
+    /// # Errors
+    /// `invalid_type`, and `invalid_value` for one of more bits, which could only be another one's seed too.
+    pub fn seed(&mut self, name: &str) -> Result<Option<u64>, ApiError> {
+        let Some(raw) = self.raw(name) else { return Ok(None) };
+        let number: serde_json::Number = serde_json::from_str(raw).map_err(|_| wrong_type(name, "an integer", raw))?;
+        let signed = number.as_i64().or_else(|| {
+            // Written with a point or an exponent; near the ends of 64 bits it may be the rounding of another number.
+            let v = number.as_f64().filter(|v| v.fract() == 0.0 && v.abs() < 9e18)?;
+            format!("{v:.0}").parse().ok()
+        });
+        match (signed, number.as_u64(), number.as_f64()) {
+            (Some(v), ..) => Ok(Some(v).filter(|v| *v != -1).map(i64::cast_unsigned)),
+            (_, Some(v), _) => Ok(Some(v)),
+            (.., Some(v)) if v.fract() == 0.0 => Err(ApiError::invalid_value(name, raw, "must fit 64 bits")),
+            _ => Err(wrong_type(name, "an integer", raw)),
+        }
     }
 
     /// Takes and drops fields that change nothing here, whatever they hold.

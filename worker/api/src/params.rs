@@ -193,8 +193,7 @@ fn sampling(fields: &mut Fields<'_>, model: &ModelInfo) -> Result<SamplingParams
     // −1 is how several servers spell "off".
     let top_k = fields.integer("top_k", -1..=i64::from(u32::MAX))?;
     s.top_k = top_k.and_then(|k| u32::try_from(k).ok()).unwrap_or(0);
-    // −1 is how several clients spell "draw one"; other negative seeds are seeds like any other.
-    s.seed = fields.integer("seed", i64::MIN..=i64::MAX)?.filter(|v| *v != -1).map(i64::cast_unsigned);
+    s.seed = fields.seed("seed")?;
     s.logit_bias = logit_bias(fields, model)?;
     Ok(s)
 }
@@ -392,6 +391,10 @@ mod tests {
             (r#"{"repetition_penalty":0}"#, "repetition_penalty", "invalid_value"),
             (r#"{"top_k":-2}"#, "top_k", "invalid_value"),
             (r#"{"seed":0.5}"#, "seed", "invalid_type"),
+            (r#"{"seed":"1"}"#, "seed", "invalid_type"),
+            (r#"{"seed":18446744073709551616}"#, "seed", "invalid_value"),
+            (r#"{"seed":-9223372036854775809}"#, "seed", "invalid_value"),
+            (r#"{"seed":1e30}"#, "seed", "invalid_value"),
             (r#"{"n":0}"#, "n", "invalid_value"),
             (r#"{"n":9}"#, "n", "invalid_value"),
             (r#"{"stop":""}"#, "stop", "invalid_value"),
@@ -424,6 +427,16 @@ mod tests {
         assert!(c.sampling.top_p > 0.0);
         assert_eq!(c.sampling.logit_bias, vec![(5, -100.0)]);
         assert_eq!((c.stop.len(), c.n, c.stream, c.include_usage), (1, 3, true, true));
+    }
+
+    #[test]
+    fn seeds_of_64_bits_are_not_each_other() {
+        let seed = |v: &str| common(&format!(r#"{{"seed":{v}}}"#)).unwrap().sampling.seed;
+        assert_eq!([seed("0"), seed("7.0"), seed("1e18")], [Some(0), Some(7), Some(1_000_000_000_000_000_000)]);
+        let (half, most) = (9_223_372_036_854_775_808, u64::MAX);
+        assert_eq!([seed("9223372036854775808"), seed("18446744073709551615")], [Some(half), Some(most)]);
+        assert_eq!([seed("9223372036854775807"), seed("-9223372036854775808")], [Some(half - 1), Some(half)]);
+        assert_eq!([seed("-1"), seed("-1.0"), seed("null"), seed("-2")], [None, None, None, Some(most - 1)]);
     }
 
     #[test]
