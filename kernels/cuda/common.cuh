@@ -14,7 +14,8 @@
 // call also lets the kernel after this one be started, which then waits in the same way. Launches without the attribute do not
 // know of it. The order of the two matters: because nobody is let in before the wait, a kernel that runs knows that the launch before
 // the previous one has ended, and may read what that and earlier ones wrote without waiting (with __ldcg: an older copy may be in the
-// first-level cache). route_few and the streams' updates do.
+// first-level cache). route_few (which also writes what nobody else has before its wait), the streams' updates, decode products with
+// lists, F16 products beside others and the indexer's scores do.
 __device__ __forceinline__ void after_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

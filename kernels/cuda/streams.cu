@@ -14,8 +14,8 @@ constexpr int SLICE = 256;
 constexpr int SUMS = 64, PAIRS = 10;
 constexpr int WARPS = 8;
 
-// Eight weights of a mixer's row, as they are in memory. They are constants and may be fetched before the kernel's inputs exist; the
-// loads are volatile so that they stay before the wait for the previous kernel.
+// Eight weights of a mixer's row, as they are in memory. They are constants and may be fetched before the kernel's inputs exist. The
+// loads are volatile for that; the compiler still moves them behind the wait in the kernels of many rows.
 template <class T>
 struct Eight {
     uint4 raw[T::BYTES / 2];

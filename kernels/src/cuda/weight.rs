@@ -208,6 +208,8 @@ fn f32_of_tiles(
     let args = (StepArg::of_tokens(ids.start()), int(cols), out.start());
     let all: [&dyn KernelArg; 4] = [&args.0, tiles, &args.1, &args.2];
     device.launch(File::Quantized, &format!("embed_tiled_{ty}"), [dim(rows), 1, 1], [256, 1, 1], 0, &all);
+    // Weights are read before the kernel before has ended: they must be there.
+    device.synchronize().map_err(|e| refusal(name, &e))?;
     Ok(out)
 }
 

@@ -14,6 +14,8 @@ mod flash;
 mod layers;
 #[path = "../tests/support/seeded.rs"]
 mod seeded;
+#[path = "parts/starts.rs"]
+mod starts;
 #[path = "parts/sublayers.rs"]
 mod sublayers;
 #[path = "../tests/support/mod.rs"]
@@ -408,6 +410,7 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
     }
     checks.push(("products".into(), Box::new(products)));
     checks.push(("attention".into(), Box::new(attention::check)));
+    checks.push(("starts".into(), Box::new(starts::check)));
     for (name, _) in FAMILIES {
         checks.push((format!("kernel {name}"), Box::new(move |d| families::check(d, name))));
     }

@@ -24,6 +24,12 @@ pub trait Timed: HyperOps + MoeOps + SparseOps {
     /// What it is known to reach: bytes a second, and multiply-adds a second of products in 16 bits.
     fn ceiling(&self) -> Option<(f64, f64)>;
 
+    /// Chooses how operations are started, if it has more than one way: before the one before has ended, and replayed as graphs. Results
+    /// must not depend on it.
+    fn starts(&self, _early: bool, _replayed: bool) -> bool {
+        false
+    }
+
     /// What its results are compared with.
     fn reference(&self) -> CpuDevice {
         CpuDevice::default()
@@ -98,6 +104,11 @@ impl Timed for crate::cuda::CudaDevice {
 
     fn cache(&self) -> usize {
         64 << 20
+    }
+
+    fn starts(&self, early: bool, replayed: bool) -> bool {
+        self.replay(replayed);
+        self.early(early).is_ok()
     }
 
     fn ceiling(&self) -> Option<(f64, f64)> {

@@ -149,7 +149,7 @@ pub(super) fn can_start_early(capability: (u32, u32)) -> bool {
 /// # Safety
 /// The function takes as many parameters, of the sizes that lie at these addresses; the driver copies them in this call. Addresses of
 /// device memory among them are of memory that the kernel may use as it does, until it has run. With `early`, the kernel calls
-/// `after_previous` before it touches what other kernels write, or writes at all.
+/// `after_previous` before it touches what the kernel before it writes, or writes what that one touches.
 pub(super) unsafe fn start(
     function: sys::CUfunction,
     shape: Shape,

@@ -73,7 +73,7 @@ pub const fn beyond(numerics: KvNumerics, cuts: bool) -> f64 {
 }
 
 /// Five layers of Flash: windows (0), ratio 4 (2, 4), ratio 128 (3); hashed up to 2.
-fn all() -> &'static Weights {
+pub(crate) fn all() -> &'static Weights {
     static ALL: OnceLock<Weights> = OnceLock::new();
     ALL.get_or_init(|| flash(5, VOCABULARY))
 }

@@ -1,0 +1,76 @@
+//! A model's results do not depend on how its operations are started: early or one after the other, replayed as graphs or launched one by
+//! one. What is started too early, or reads what is not there yet, shows as other bits.
+
+use ds4_kernels::BatchPlan;
+use ds4_kernels::ops::KvNumerics;
+use ds4_models::Model;
+use ds4_models::deepseek_v4::DeepseekV4;
+use serde_json::{Value, json};
+
+use crate::{Full, layers, row};
+
+const BANKS: usize = 16;
+/// A prompt in one chunk, and then decode steps of so many sequences, each often enough that its graphs are replayed.
+const PROMPT: usize = 700;
+const DECODE: [usize; 5] = [1, 4, 5, 8, BANKS];
+const STEPS: usize = 4;
+
+/// Every wanted row of logits, and what the first sequence keeps at the end.
+fn run<D: Full>(d: &D, model: &mut DeepseekV4<D>) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
+    let mut banks: Vec<_> = (0..BANKS).map(|_| d.bank(model.state(), PROMPT + 100).unwrap()).collect();
+    let mut done = [0usize; BANKS];
+    let mut logits = Vec::new();
+    let mut step = |banks: &mut [D::Bank], done: &mut [usize], counts: &[usize]| {
+        let mut plan = BatchPlan::default();
+        for (b, n) in counts.iter().enumerate().filter(|(_, n)| **n > 0) {
+            let ids: Vec<u32> =
+                (done[b]..done[b] + n).map(|i| u32::try_from((i * 7919 + b * 104_729) % 120_000).unwrap()).collect();
+            d.bank_commit(&mut banks[b], done[b] + n).unwrap();
+            plan.push(b, done[b], &ids, true);
+            done[b] += n;
+        }
+        let wanted = plan.wanted.len();
+        model.forward(d, &plan, banks).unwrap();
+        logits.extend((0..wanted).map(|i| row(d, &*model, i)));
+    };
+    step(&mut banks, &mut done, &[PROMPT]);
+    step(&mut banks, &mut done, &[0, 5, 1, 130, 7, 3, 64, 2, 1, 9, 4, 4, 128, 1, 6, 40]);
+    for n in DECODE {
+        for _ in 0..STEPS {
+            step(&mut banks, &mut done, &vec![1; n]);
+        }
+    }
+    let slots = &model.state().slots;
+    let kept = (0..slots.len()).map(|slot| {
+        let mut bytes = Vec::new();
+        d.bank_export(&banks[0], slot, 0..slots[slot].rows(done[0]), &mut bytes);
+        bytes
+    });
+    (logits, kept.collect())
+}
+
+pub(crate) fn check<D: Full>(d: &D) -> Value {
+    if !d.starts(false, false) {
+        return json!({"ways": 1});
+    }
+    let mut rows = 0;
+    for numerics in [KvNumerics::Reference, KvNumerics::Official] {
+        let mut model = DeepseekV4::build(d, layers::all(), numerics).unwrap();
+        d.starts(false, false);
+        let want = run(d, &mut model);
+        for (early, replayed) in [(true, true), (true, false), (false, true)] {
+            d.starts(early, replayed);
+            let got = run(d, &mut model);
+            d.starts(true, true);
+            let other =
+                got.0.iter().zip(&want.0).position(|(a, b)| a.iter().zip(b).any(|(a, b)| a.to_bits() != b.to_bits()));
+            assert_eq!(other, None, "{numerics:?}, early {early}, replayed {replayed}: row of logits with other bits");
+            assert!(
+                got.1 == want.1,
+                "{numerics:?}, early {early}, replayed {replayed}: the sequence's state has other bits"
+            );
+            rows += got.0.len();
+        }
+    }
+    json!({"ways": 4, "rows_bit_equal": rows})
+}
