@@ -1,11 +1,11 @@
 //! The fields that both generation surfaces share, and what every one of them means.
 
-use std::collections::BTreeMap;
+use std::collections::HashSet;
 use std::fmt;
 
 use ds4_engine::SamplingParams;
 use serde::Deserialize;
-use serde::de::{SeqAccess, Visitor};
+use serde::de::{MapAccess, SeqAccess, Visitor};
 
 use crate::backend::ModelInfo;
 use crate::error::ApiError;
@@ -202,24 +202,52 @@ fn logit_bias(fields: &mut Fields<'_>, model: &ModelInfo) -> Result<Vec<(u32, f3
     if fields.len("logit_bias") > MAX_BIAS_TEXT {
         return Err(ApiError::invalid_value("logit_bias", "too long", "its text may have 8 MiB"));
     }
-    let Some(biases) = fields.take::<BTreeMap<String, f64>>("logit_bias", "an object of numbers keyed by token id")?
-    else {
+    let Some(Biases(biases)) = fields.take("logit_bias", "an object of numbers keyed by token id")? else {
         return Ok(Vec::new());
     };
     let mut out = Vec::with_capacity(biases.len());
+    let mut seen = HashSet::with_capacity(biases.len());
+    let shown = |key: &str| format!("keyed by `{}`", key.chars().take(32).collect::<String>());
     for (key, bias) in biases {
         let token = key.parse::<u32>().ok().filter(|t| usize::try_from(*t).is_ok_and(|t| t < model.vocab));
         let Some(token) = token else {
-            let shown: String = key.chars().take(32).collect();
             let rule = format!("keys must be token ids below {}", model.vocab);
-            return Err(ApiError::invalid_value("logit_bias", format!("keyed by `{shown}`"), &rule));
+            return Err(ApiError::invalid_value("logit_bias", shown(&key), &rule));
         };
+        if !seen.insert(token) {
+            return Err(ApiError::invalid_value("logit_bias", shown(&key), "a token that has a bias already"));
+        }
         if !(-100.0..=100.0).contains(&bias) {
             return Err(ApiError::invalid_value("logit_bias", bias, "biases must be between -100 and 100"));
         }
         out.push((token, to_f32(bias)));
     }
     Ok(out)
+}
+
+/// An object as it was written: a map would keep one of two values of a key, and nobody would know which.
+struct Biases(Vec<(String, f64)>);
+
+impl<'de> Deserialize<'de> for Biases {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = Biases;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of numbers")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Biases, A::Error> {
+                let mut out = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    out.push(entry);
+                }
+                Ok(Biases(out))
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
 }
 
 /// Narrowing of a value that was range-checked; precision beyond f32 does not matter to a sampler.
@@ -404,6 +432,9 @@ mod tests {
             (r#"{"logit_bias":{"x":1}}"#, "logit_bias", "invalid_value"),
             (r#"{"logit_bias":{"1000000":1}}"#, "logit_bias", "invalid_value"),
             (r#"{"logit_bias":{"1":101}}"#, "logit_bias", "invalid_value"),
+            (r#"{"logit_bias":{"1":1,"2":0,"1":2}}"#, "logit_bias", "invalid_value"),
+            (r#"{"logit_bias":{"1":1,"01":2}}"#, "logit_bias", "invalid_value"),
+            (r#"{"logit_bias":{"1":null}}"#, "logit_bias", "invalid_type"),
             (r#"{"logit_bias":[1]}"#, "logit_bias", "invalid_type"),
             (r#"{"stream":"true"}"#, "stream", "invalid_type"),
             (r#"{"stream_options":{"include_usage":true}}"#, "stream_options", "invalid_value"),
