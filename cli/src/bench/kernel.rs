@@ -25,7 +25,7 @@ pub struct KernelArgs {
     #[arg(value_name = "FAMILY")]
     family: String,
     /// Numbers of rows
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 4, 16, 512, 2048],
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,4,16,512,2048",
         value_parser = clap::value_parser!(u32).range(1..=4096))]
     rows: Vec<u32>,
     /// Where: auto is the first CUDA device that there is, else the CPU

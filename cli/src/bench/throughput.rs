@@ -29,7 +29,7 @@ pub struct ThroughputArgs {
     #[arg(long, value_name = "TOKENS,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
     at: Vec<u32>,
     /// Numbers of simultaneous streams
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 4, 16],
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,4,16",
         value_parser = clap::value_parser!(u32).range(1..=1024))]
     streams: Vec<u32>,
 }
@@ -166,6 +166,7 @@ mod tests {
     #[test]
     fn prompts_and_answers_must_fit_the_context_before_anything_is_started() {
         let fits = |args: &[&str]| parsed(args).unwrap().fits_the_context();
+        assert_eq!(parsed(&[]).unwrap().streams, [1, 4, 16]);
         assert!(fits(&[]).is_ok() && fits(&["--at", "64,1920"]).is_ok());
         for (args, want) in [
             (&["--at", "64,128,100000"][..], "--at 100000 and 128 generated need --ctx 100128 or more, and it is 2048"),
