@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::{Child, Command};
 
-use super::rig::{Rig, RigArgs, prompt, speeds};
+use super::rig::{Rig, RigArgs, prompt, speeds, vocabulary};
 use super::stats::median;
 use crate::client::http::Server;
 use crate::failure::Failure;
@@ -158,12 +158,13 @@ pub async fn peer(args: &PeerArgs) -> anyhow::Result<(Value, String)> {
     let mut rig = Rig::start(&args.rig, true).await?;
     rig.start_worker().await?;
     let our_server = rig.server()?;
+    let vocab = vocabulary(&our_server).await?;
     let (mut ours, mut peer) = (Side::default(), Side::default());
 
     // Round 0 is not counted: both sides touch their memory for the first time.
     for round in 0..=args.rounds {
         let seed = u64::from(round) * 2;
-        let prompts = [prompt(args.prefill, seed + 1), prompt(16, seed + 2)];
+        let prompts = [prompt(args.prefill, seed + 1, vocab), prompt(16, seed + 2, vocab)];
         let our_bodies = [(&prompts[0], 1), (&prompts[1], args.decode)].map(|(p, n)| super::rig::body(p, n));
         let peer_bodies = [(&prompts[0], 1), (&prompts[1], args.decode)].map(
             |(p, n)| json!({"prompt": p, "n_predict": n, "ignore_eos": true, "temperature": 0, "cache_prompt": false}),

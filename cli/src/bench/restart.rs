@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
-use super::rig::{Rig, RigArgs, body, prompt};
+use super::rig::{Rig, RigArgs, body, prompt, vocabulary};
 use super::stats::percentile;
 use super::weights;
 use crate::client::control;
@@ -46,13 +46,16 @@ pub async fn restart(args: &RestartBenchArgs) -> anyhow::Result<(Value, String)>
     let mut ready_ms = vec![rig.start_worker().await?.as_secs_f64() * 1e3];
     let server = rig.server()?;
     let expected = greedy(&server).await.context("the first worker's answer")?;
+    let vocab = vocabulary(&server).await?;
+    // What is refused would be no load at all.
+    server.post("/v1/completions", &loading(u64::MAX, vocab)).await?.json().context("a request of the load")?;
     let first_hash = weights::hash(rig.owner_pid())?;
     let first = control::owner_status(rig.dir()).await?;
 
     let load = Arc::new(Load::default());
     let mut set = JoinSet::new();
     for stream in 0..args.streams {
-        set.spawn(keep_streaming(server.clone(), Arc::clone(&load), u64::from(stream) * 1_000_000));
+        set.spawn(keep_streaming(server.clone(), Arc::clone(&load), u64::from(stream) * 1_000_000, vocab));
     }
 
     let begun = Instant::now();
@@ -145,13 +148,18 @@ async fn greedy(server: &Server) -> anyhow::Result<String> {
     Ok(text.to_string())
 }
 
+/// A request of the load.
+fn loading(seed: u64, vocab: u64) -> Value {
+    body(&prompt(24, seed, vocab), 32)
+}
+
 /// One client that always has a streaming request open; kills break its requests, and it comes back at once.
-async fn keep_streaming(server: Server, load: Arc<Load>, first_seed: u64) {
+async fn keep_streaming(server: Server, load: Arc<Load>, first_seed: u64, vocab: u64) {
     for seed in first_seed.. {
         if load.stop.load(Ordering::Relaxed) {
             return;
         }
-        let mut request = body(&prompt(24, seed), 32);
+        let mut request = loading(seed, vocab);
         request["stream"] = true.into();
         let work = async {
             let mut events = server.stream("/v1/completions", &request).await?;

@@ -256,13 +256,21 @@ async fn wait_ready(
     bail!("{end}; the end of its log:\n{tail}")
 }
 
-/// Token ids that look like text to a CPU (no two prompts share a prefix) and exist in every vocabulary of the catalog.
-pub fn prompt(tokens: usize, seed: u64) -> Vec<u64> {
+/// Ids in the vocabulary of the model that is served.
+pub async fn vocabulary(server: &Server) -> anyhow::Result<u64> {
+    let models = server.get("/v1/models").await?.json()?;
+    models.pointer("/data/0/meta/n_vocab").and_then(Value::as_u64).context("the model has no n_vocab")
+}
+
+/// Token ids that look like text to a CPU (hardly two prompts share a prefix): the same of all vocabularies from 31,000 on, which are all
+/// of the catalog but that of the tiny synthetic model.
+pub fn prompt(tokens: usize, seed: u64, vocab: u64) -> Vec<u64> {
+    let (first, span) = if vocab < 31_000 { (vocab / 2, (vocab - vocab / 2).max(1)) } else { (1000, 30_000) };
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     std::iter::repeat_with(|| {
         // Numerical Recipes' 64-bit linear congruential generator; the high bits are the good ones.
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        1000 + (state >> 33) % 30_000
+        first + (state >> 33) % span
     })
     .take(tokens)
     .collect()
@@ -289,11 +297,18 @@ mod tests {
 
     #[test]
     fn prompts_differ_from_their_first_token_on() {
-        let (a, b) = (prompt(512, 1), prompt(512, 2));
+        let (a, b) = (prompt(512, 1, 49_152), prompt(512, 2, 129_280));
         assert_eq!(a.len(), 512);
         assert_ne!(a[0], b[0]);
         assert!(a.iter().chain(&b).all(|t| (1000..31_000).contains(t)));
-        assert_eq!(a, prompt(512, 1));
+        assert_eq!(a, prompt(512, 1, 31_000));
+    }
+
+    #[test]
+    fn prompts_keep_to_small_vocabularies() {
+        let few = prompt(512, 1, 288);
+        assert!(few.iter().all(|t| (144..288).contains(t)) && few[0] != few[1], "{few:?}");
+        assert_eq!(prompt(3, 1, 1), [0, 0, 0]);
     }
 
     #[test]

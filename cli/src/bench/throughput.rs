@@ -7,7 +7,7 @@ use ds4_settings::EXIT_USAGE;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
-use super::rig::{Rig, RigArgs, body, prompt, speeds};
+use super::rig::{Rig, RigArgs, body, prompt, speeds, vocabulary};
 use super::stats::median;
 use crate::failure::Failure;
 
@@ -72,10 +72,11 @@ pub async fn throughput(args: &ThroughputArgs) -> anyhow::Result<(Value, String)
     }
     rig.start_worker().await?;
     let server = rig.server()?;
+    let vocab = vocabulary(&server).await?;
     let mut seed = 0;
     let mut fresh = |tokens: u32| {
         seed += 1;
-        prompt(tokens as usize, seed)
+        prompt(tokens as usize, seed, vocab)
     };
 
     let (mut prefill, mut decode) = (Vec::new(), Vec::new());
