@@ -139,7 +139,8 @@ mod tests {
         let list = run(&args(Where::Cpu), "list", 1).unwrap();
         assert!(FAMILIES.iter().all(|(n, _)| list.contains(&format!("\"name\": {n:?}"))), "{list}");
         let one = run(&args(Where::Cpu), "hyper", 1).unwrap();
-        assert_eq!(one.matches("\"passed\": true").count(), 6, "{one}");
+        // Not `hyper_post_toward`, whose products the CPU does not begin: they would be counted and not be done.
+        assert_eq!(one.matches("\"passed\": true").count(), 4, "{one}");
         assert!(one.contains("\"device\": \"cpu (") && one.contains("\"seed\": 5"), "{one}");
         let e = run(&args(Where::Cpu), "hype", 1).unwrap_err();
         assert!(e.exit == 2 && e.message.contains("indexer, attention, sampling, and all"), "{e}");

@@ -248,7 +248,8 @@ impl Kernel for Hyper {
 
 pub(super) fn hyper<D: Timed>(b: &Bench<'_, D>) -> Result<Vec<Line>, DeviceError> {
     let mut lines = Vec::new();
-    for side in [Side::PreNorm, Side::Post, Side::PostToward] {
+    let toward = b.device.begins_mixers().then_some(Side::PostToward);
+    for side in [Side::PreNorm, Side::Post].into_iter().chain(toward) {
         lines.extend(b.sweep(&Hyper::new(b, side))?);
     }
     Ok(lines)

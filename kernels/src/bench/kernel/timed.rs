@@ -30,6 +30,11 @@ pub trait Timed: HyperOps + MoeOps + SparseOps {
         false
     }
 
+    /// Whether it begins a mixer's products in [`HyperOps::hyper_post_toward`]: else that is [`HyperOps::hyper_post`].
+    fn begins_mixers(&self) -> bool {
+        true
+    }
+
     /// What its results are compared with.
     fn reference(&self) -> CpuDevice {
         CpuDevice::default()
@@ -62,6 +67,10 @@ impl Timed for CpuDevice {
 
     fn ceiling(&self) -> Option<(f64, f64)> {
         None
+    }
+
+    fn begins_mixers(&self) -> bool {
+        false
     }
 
     fn reference(&self) -> CpuDevice {
