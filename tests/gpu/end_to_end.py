@@ -292,11 +292,28 @@ def part_tiny():
     return out
 
 
+def part_starter():
+    model = Path(os.environ["DS4_STARTER_MODEL"]).resolve()
+    kind = "cuda" if BACKEND == "cuda-vmm" else "cpu"
+    path = WORK / "starter.json"
+    command(BIN / "gpu", kind, path, "smollm2", env={**os.environ, "DS4_FIXTURES": str(FIXTURES)})
+    out = {"transformers": json.loads(path.read_text())}
+    assert out["transformers"]["checks"], "the example left SmolLM2 out"
+    say("as transformers", json.dumps(out["transformers"]["checks"]))
+    report["checks"]["starter"] = out
+    out["throughput"] = bench("throughput", "--model", model, "--repeats", "2")
+    say("throughput", json.dumps(out["throughput"])[:500])
+    out["end_to_end"] = end_to_end("starter", model, True)
+    return out
+
+
 def part_memory():
     """Allocations of a worker are refused one at a time (DS4_CUDA_REFUSE): the worker says so and ends, or answers that request with
-    503 and the next as ever. All of them, every 16th first, as far as DS4_GPU_MEMORY_S seconds (60) go."""
+    503 and the next as ever. All of them, every 16th first, as far as DS4_GPU_MEMORY_S seconds (60) go; DS4_GPU_MEMORY=FROM-TO takes a part of
+    them, and the loads' only with the first. DS4_GPU_LANES workers (8) at once."""
     model = FIXTURES / "deepseek_v4/tiny-v4.gguf"
     end = time.monotonic() + float(os.environ.get("DS4_GPU_MEMORY_S", "60"))
+    first, last = map(int, os.environ.get("DS4_GPU_MEMORY", "1-2000").split("-"))
     before = used()
     served = Served(model, BACKEND)
     worker = served.worker("--max-batch", 2)
@@ -304,8 +321,8 @@ def part_memory():
     worker.stop()
     served.stop()
     seen, lock = {}, threading.Lock()
-    most = [1 << 30]  # there are fewer allocations than this
-    numbers = iter([n for first in (16, 8, 12, 4, *range(1, 16)) for n in range(first, 2000, 16)])
+    most = [last + 1]  # there are fewer allocations than this
+    numbers = iter([n for start in (16, 8, 12, 4, *range(1, 16)) for n in range(start, last + 1, 16) if n >= first])
 
     def following():
         with lock:
@@ -328,13 +345,13 @@ def part_memory():
                     del seen[n]
                 else:
                     seen[n] = what
-            if n % 16 == 0:
+            if what and "wrong" in what:
                 say("allocation", n, what)
         mine.stop()
 
-    lanes = [threading.Thread(target=lane) for _ in range(max(2, min(8, (os.cpu_count() or 4) - 2)))]
+    lanes = [threading.Thread(target=lane) for _ in range(int(os.environ.get("DS4_GPU_LANES", "8")))]
     [t.start() for t in lanes]
-    loads = loads_refused(model) if BACKEND == "cuda-vmm" else {}
+    loads = loads_refused(model) if BACKEND == "cuda-vmm" and first == 1 else {}
     [t.join() for t in lanes]
     wrong = {n: w["wrong"] for n, w in seen.items() if "wrong" in w}
     kinds = {}
@@ -345,11 +362,13 @@ def part_memory():
         "loads_refused": loads,
         "allocations_fewer_than": most[0],
         "refused": len(seen),
+        "not_tried": [n for n in range(first, most[0]) if n not in seen],
         "outcomes": {k: len(v) for k, v in kinds.items()},
         "device_mib": [before, used()],
         "each": {n: f"{seen[n].get('outcome')}: {seen[n].get('call')}: {seen[n].get('said', '')}"[:200] for n in sorted(seen)},
     }
     report["checks"]["memory"] = out
+    say({k: v for k, v in out.items() if k != "each"})
     assert seen and not wrong, f"{len(wrong)} of {len(seen)}: {list(wrong.items())[:4]}"
     assert used() == before, f"{used()} MiB used at the end, {before} at the start"
     return out
