@@ -1,11 +1,13 @@
 //! Speed of whole steps of a model of DeepSeek V4 Flash's shape with random weights on a CUDA device, and of what samplers ask. Single
 //! kernels: `ds4 bench kernel`.
 //!
-//! `gpu_speed sampling`, `gpu_speed model [LAYERS] [late]`, or `gpu_speed decode [LAYERS]` (few steps, for a profiler). Weights are random
-//! blocks, each layer's a device copy of its own (the host has one layer's bytes); `late` also times decoding without early starts.
+//! `gpu_speed sampling`, `gpu_speed model [LAYERS] [late]`, `gpu_speed decode [LAYERS]` (few steps, for a profiler), or `gpu_speed timeline
+//! LAYERS POSITION STREAMS..` (a decode step launch by launch). Weights are random blocks, each layer's a device copy of its own (the host has one layer's bytes); `late` also times decoding without early starts.
 
 #[path = "parts/flash.rs"]
 mod flash;
+#[path = "parts/timeline.rs"]
+mod timeline;
 
 use std::time::Instant;
 
@@ -171,8 +173,16 @@ fn main() {
                 args.iter().any(|a| a == "late"),
             );
         }
+        Some("timeline") => {
+            let numbers: Vec<usize> = args[1..].iter().filter_map(|n| n.parse().ok()).collect();
+            let [layers, at, streams @ ..] = numbers.as_slice() else {
+                eprintln!("timeline LAYERS POSITION STREAMS..");
+                std::process::exit(1)
+            };
+            timeline::timeline(&d, *layers as u64, *at, streams);
+        }
         other => {
-            eprintln!("{other:?}: sampling, model or decode");
+            eprintln!("{other:?}: sampling, model, decode or timeline");
             std::process::exit(1)
         }
     }

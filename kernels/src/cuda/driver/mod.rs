@@ -11,6 +11,7 @@
 //! | [`module`] | compiled kernels and their launches |
 //! | [`graph`] | recorded runs of a stream |
 //! | [`queue`] | launches held back, and the graphs that they are replayed as |
+//! | [`timeline`] | what a step put into a stream, to be timed launch by launch |
 //! | [`refuse`] | nothing: allocations that fail on purpose, for tests |
 //! | [`vmm`] | physical memory with descriptors, address space, and the mappings between them |
 //!
@@ -28,6 +29,7 @@ pub mod pinned;
 pub mod queue;
 pub mod refuse;
 pub mod stream;
+pub mod timeline;
 pub mod vmm;
 
 use std::sync::OnceLock;
@@ -43,6 +45,7 @@ pub use module::{Function, KernelArg, Module};
 pub use pinned::{Pinned, Staging};
 pub use queue::Held;
 pub use stream::{Event, Stream};
+pub use timeline::Timeline;
 pub use vmm::{Access, Physical, Space};
 
 use error::check;

@@ -46,7 +46,7 @@ enum Node {
 
 /// Operations with their arguments.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Work {
+pub(super) struct Work {
     nodes: Vec<Node>,
     /// Where each argument begins in `words`.
     offsets: Vec<usize>,
@@ -74,9 +74,19 @@ impl Work {
 
     /// Starts everything in `stream`; with `early`, kernels that follow kernels as [`module::start`] says.
     fn issue(&self, stream: sys::CUstream, early: bool) -> Result<(), CudaError> {
+        self.issue_some(stream, early, |_| true)
+    }
+
+    /// As [`Work::issue`], the operations whose numbers are wanted.
+    pub(super) fn issue_some(
+        &self,
+        stream: sys::CUstream,
+        early: bool,
+        wanted: impl Fn(usize) -> bool,
+    ) -> Result<(), CudaError> {
         let mut params: Vec<*mut c_void> = Vec::new();
         let mut after_kernel = false;
-        for node in &self.nodes {
+        for (_, node) in self.nodes.iter().enumerate().filter(|(i, _)| wanted(*i)) {
             match *node {
                 Node::Launch { function, shape, first, count } => {
                     params.clear();
@@ -102,6 +112,27 @@ impl Work {
         Ok(())
     }
 
+    /// Function and blocks of each launch; none for a copy.
+    pub(super) fn functions(&self) -> impl Iterator<Item = Option<(sys::CUfunction, [u32; 3])>> {
+        self.nodes.iter().map(|node| match node {
+            Node::Launch { function, shape, .. } => Some((*function, shape.grid)),
+            Node::Copy { .. } => None,
+        })
+    }
+
+    /// Puts other operations after these.
+    fn append(&mut self, other: &Self) {
+        let (words, offsets) = (self.words.len(), self.offsets.len());
+        self.words.extend(&other.words);
+        self.offsets.extend(other.offsets.iter().map(|at| at + words));
+        self.nodes.extend(other.nodes.iter().map(|node| match *node {
+            Node::Launch { function, shape, first, count } => {
+                Node::Launch { function, shape, first: first + offsets, count }
+            }
+            copy @ Node::Copy { .. } => copy,
+        }));
+    }
+
     fn clear(&mut self) {
         self.nodes.clear();
         self.offsets.clear();
@@ -117,6 +148,8 @@ struct State {
     seen: HashSet<u64>,
     /// Operations started since the stream was held.
     started: usize,
+    /// What was started since somebody asked for it to be kept.
+    kept: Option<Work>,
     /// An error that nobody has been told yet.
     failed: Option<CudaError>,
     closed: bool,
@@ -225,6 +258,9 @@ impl Queue {
         }
         let state = &mut *state;
         state.started += n;
+        if let Some(kept) = &mut state.kept {
+            kept.append(&state.work);
+        }
         let hash = state.work.hash();
         if let Some((_, graph)) =
             state.graphs.get_mut(&hash).and_then(|all| all.iter_mut().find(|(w, _)| *w == state.work))
@@ -255,6 +291,11 @@ impl Queue {
         state.count += 1;
         state.graphs.entry(hash).or_default().push((work, graph));
         Ok(())
+    }
+
+    /// Keeps operations that are started from here on, or gives those back that were kept.
+    pub(super) fn keep(&self, wanted: bool) -> Option<Work> {
+        std::mem::replace(&mut self.state().kept, wanted.then(Work::default))
     }
 
     /// The stream is about to go.
