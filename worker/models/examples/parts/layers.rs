@@ -31,7 +31,7 @@ pub const KINDS: [Kind; 10] = [
 ];
 
 /// Logits that are compared: fewer than Flash has, because the head is no part of a layer.
-const VOCABULARY: u64 = 2048;
+pub const VOCABULARY: u64 = 2048;
 /// Rows of the first chunk, which uses window and compressed rows of its own.
 const START: usize = 200;
 /// Tokens before the second chunk: 1,152 compressed rows of ratio 4, so that the indexer cuts to 512; 36 of ratio 128.

@@ -23,8 +23,8 @@ fn run<D: Full>(d: &D, model: &mut DeepseekV4<D>) -> (Vec<Vec<f32>>, Vec<Vec<u8>
     let mut step = |banks: &mut [D::Bank], done: &mut [usize], counts: &[usize]| {
         let mut plan = BatchPlan::default();
         for (b, n) in counts.iter().enumerate().filter(|(_, n)| **n > 0) {
-            let ids: Vec<u32> =
-                (done[b]..done[b] + n).map(|i| u32::try_from((i * 7919 + b * 104_729) % 120_000).unwrap()).collect();
+            let id = |i: usize| u32::try_from((i * 7919 + b * 104_729) as u64 % layers::VOCABULARY).unwrap();
+            let ids: Vec<u32> = (done[b]..done[b] + n).map(id).collect();
             d.bank_commit(&mut banks[b], done[b] + n).unwrap();
             plan.push(b, done[b], &ids, true);
             done[b] += n;
