@@ -1,13 +1,14 @@
 //! Files that commands write.
 //!
 //! A regular file is written beside its name and renamed when it is whole, so that nobody ever reads half of one: not after an
-//! error, an interrupt or a file-size limit (only kill -9 and a crash of the machine leave the hidden `.ds4-unfinished-…`).
+//! error, an interrupt or a file-size limit. Only kill -9 and a crash of the machine leave the hidden `.ds4-unfinished-…`, and the
+//! next file that is written into that directory removes it: writers hold a lock on theirs.
 //! What is no regular file (a pipe, a device, standard output by any of its names) is written in place and never replaced.
 
 use std::collections::BTreeSet;
 use std::fs::{File, Permissions};
 use std::io::Write as _;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, PermissionsExt as _};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError, mpsc};
 
@@ -168,11 +169,9 @@ impl Unfinished {
         // Held, so that no signal comes between the file and its entry.
         let mut unfinished = unfinished_files();
         // In the same directory, so that it can be renamed into place.
-        let temporary = tempfile::Builder::new()
-            .prefix(PREFIX)
-            .permissions(Permissions::from_mode(mode))
-            .tempfile_in(directory(&target))
-            .with_context(|| format!("cannot write {shown}"))?;
+        let dir = directory(&target);
+        remove_abandoned(dir);
+        let temporary = begin_in(dir, mode).with_context(|| format!("cannot write {shown}"))?;
         unfinished.insert(temporary.path().to_owned());
         let registered = Registered(temporary.path().to_owned());
         Ok(Self { temporary, _registered: registered, target, replace })
@@ -199,6 +198,37 @@ impl Unfinished {
             std::io::ErrorKind::AlreadyExists => exists(&target),
             _ => anyhow::Error::new(e.error).context(format!("cannot write {}", target.display())),
         })
+    }
+}
+
+/// A file of its own under a hidden name, locked for as long as it is open.
+fn begin_in(dir: &Path, mode: u32) -> std::io::Result<NamedTempFile> {
+    loop {
+        let builder = &mut tempfile::Builder::new();
+        let temporary = builder.prefix(PREFIX).permissions(Permissions::from_mode(mode)).tempfile_in(dir)?;
+        // Where there are no locks nobody removes it either.
+        let locked = temporary.as_file().lock();
+        // Another writer may have found it without its lock.
+        if locked.is_err() || temporary.as_file().metadata()?.nlink() > 0 {
+            return Ok(temporary);
+        }
+    }
+}
+
+/// Removes what writers that were killed left in `dir`. What cannot be looked at or removed stays.
+fn remove_abandoned(dir: &Path) {
+    let entries = dir.read_dir().into_iter().flatten().flatten();
+    for entry in entries.filter(|e| e.file_name().as_encoded_bytes().starts_with(PREFIX.as_bytes())) {
+        // Neither followed nor waited for: others may put a link or a pipe of that name there.
+        let file =
+            File::options().read(true).custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK).open(entry.path());
+        if let Ok(file) = file
+            && file.metadata().is_ok_and(|m| m.is_file())
+            && file.try_lock().is_ok()
+            && std::fs::remove_file(entry.path()).is_ok()
+        {
+            eprintln!("ds4: removed {}, which a command that was killed had left", entry.path().display());
+        }
     }
 }
 
@@ -321,6 +351,24 @@ mod tests {
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o640, "as the file that was there");
         assert_eq!(names(dir.path()), ["x"]);
+    }
+
+    #[test]
+    fn what_a_killed_writer_left_is_removed_and_what_is_being_written_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at(".ds4-unfinished-abandoned"), "half").unwrap();
+        std::fs::write(at("other"), "kept").unwrap();
+        symlink("other", at(".ds4-unfinished-link")).unwrap();
+        nix::unistd::mkfifo(&at(".ds4-unfinished-fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let one = Unfinished::begin(&at("x"), false).unwrap();
+        let two = Unfinished::begin(&at("y"), false).unwrap();
+        for unfinished in [&one, &two] {
+            assert!(unfinished.path().exists());
+        }
+        two.finish().unwrap();
+        one.finish().unwrap();
+        assert_eq!(names(dir.path()), [".ds4-unfinished-fifo", ".ds4-unfinished-link", "other", "x", "y"]);
     }
 
     #[test]

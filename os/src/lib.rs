@@ -5,6 +5,7 @@ pub mod activation;
 pub mod mapping;
 pub mod memfd;
 pub mod memory;
+pub mod parent;
 pub mod seqpacket;
 pub mod shared;
 pub mod stats;

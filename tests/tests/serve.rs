@@ -271,21 +271,21 @@ fn a_failed_takeover_leaves_running_what_runs() {
     first.kill();
     let dev = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/deepseek_v4/tiny-v4.gguf");
     let broken = sandbox.file("broken.gguf", "no model");
-    let cases: [(&[&str], i32); 3] = [
-        (&["--model", dev.to_str().unwrap()], 4),
-        // The owner keeps its settings, so this flag comes too late, and the error must not stop at advising it.
-        (&["--model", dev.to_str().unwrap(), "--allow-dev-models"], 4),
-        (&["--model", broken.to_str().unwrap()], 4),
-    ];
-    for (args, code) in cases {
+    let refused = |args: &[&str], code: i32| {
         let mut second = sandbox.start("ds4", &[&["serve", "--http", "127.0.0.1:0"], args].concat());
         assert_eq!(second.wait_end(START).code(), Some(code), "{args:?}: {}", second.log());
-        assert!(
-            second.log().contains("Nothing was taken over") && second.log().contains("ctl stop"),
-            "{}",
-            second.log()
-        );
+        let log = second.log();
+        assert!(log.contains("Nothing was taken over") && log.contains("ctl stop"), "{log}");
+        log
+    };
+    refused(&["--model", broken.to_str().unwrap()], 4);
+    // Another model than the running worker's, which would go on serving its own: before anything is loaded.
+    let log = refused(&["--model", dev.to_str().unwrap(), "--allow-dev-models"], 2);
+    let starter = starter_model().canonicalize().unwrap();
+    for part in [before["worker"]["model"].as_str().unwrap(), starter.to_str().unwrap(), "tiny-v4.gguf"] {
+        assert!(log.contains(part), "{part}: {log}");
     }
+    assert_eq!(sandbox.ctl(&["models"])["models"].as_array().unwrap().len(), 2, "the starter and the broken one");
     // Long enough for a SIGTERM to have its effect.
     std::thread::sleep(Duration::from_millis(500));
     assert!(alive(pid(&before, "worker")) && alive(pid(&before, "owner")));
@@ -294,6 +294,10 @@ fn a_failed_takeover_leaves_running_what_runs() {
     // One whose worker cannot be started leaves the owner alone, which it had found running.
     signal_pid(pid(&before, "worker"), Signal::SIGKILL);
     wait_for("its end", START, || (!alive(pid(&before, "worker"))).then_some(()));
+    // The owner keeps its settings, so this flag comes too late, and the error must not stop at advising it.
+    for args in [&["--model", dev.to_str().unwrap()][..], &["--model", dev.to_str().unwrap(), "--allow-dev-models"]] {
+        refused(args, 4);
+    }
     let mut third = serve(&sandbox, &["--start-attempts", "1", "--", "--model", "no-such-model"]);
     assert_eq!(third.wait_end(START).code(), Some(3), "{}", third.log());
     std::thread::sleep(Duration::from_millis(500));
@@ -303,6 +307,25 @@ fn a_failed_takeover_leaves_running_what_runs() {
     let after = ready(&sandbox);
     assert_eq!(pid(&after, "owner"), pid(&before, "owner"), "and the next takeover works");
     assert_eq!(http::greedy(address(&after), "The capital of France is", 8), answer);
+}
+
+#[test]
+fn a_worker_beside_other_models_serves_the_one_that_was_asked_for() {
+    let dev = Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/deepseek_v4/tiny-v4.gguf");
+    let sandbox = Sandbox::new();
+    let mut first = serve(&sandbox, &["--allow-dev-models"]);
+    let before = ready(&sandbox);
+    first.kill();
+    signal_pid(pid(&before, "worker"), Signal::SIGKILL);
+    wait_for("its end", START, || (!alive(pid(&before, "worker"))).then_some(()));
+    let args = ["serve", "--http", "127.0.0.1:0", "--model", dev.to_str().unwrap(), "--allow-dev-models"];
+    let second = sandbox.start("ds4", &args);
+    let after = wait_for("the second supervisor's worker", START, || {
+        let status = sandbox.try_ctl(&["status"]).ok()?;
+        (status["worker"]["state"] == "ready").then_some(status)
+    });
+    assert_eq!(pid(&after, "owner"), pid(&before, "owner"));
+    assert_ne!(after["worker"]["model"], before["worker"]["model"], "{}", second.log());
 }
 
 #[test]

@@ -16,6 +16,10 @@ fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|a| a == LOADER_COMMAND) {
         return run_loader();
     }
+    if let Err(e) = ds4_os::parent::end_with(std::env::var_os(ds4_settings::PARENT_VARIABLE)) {
+        eprintln!("ds4-weight-owner: {e}");
+        return ExitCode::FAILURE;
+    }
     let (cli, origins) = ds4_settings::parse::<Cli>();
     let (options, layered) = match resolve(&cli, &origins) {
         Ok(resolved) => resolved,

@@ -7,6 +7,9 @@ use ds4_models::ModelError;
 
 use crate::failure::Failure;
 
+/// How lines on standard error begin that only say how far it is; `ds4 bench kernel` shows them.
+const PROGRESS: &str = "ds4-worker: checking and timing ";
+
 /// Flags of `--bench-kernel`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct KernelBench {
@@ -81,7 +84,8 @@ fn on<D: Timed>(device: &D, args: &KernelBench, name: &str) -> Result<String, Fa
         )));
     }
     let mut lines = Vec::new();
-    for name in names {
+    for (i, name) in names.iter().enumerate() {
+        eprintln!("{PROGRESS}{name} ({} of {})", i + 1, names.len());
         let Some(found) = kernel::run(device, name, &options) else { continue };
         lines.extend(found.map_err(ModelError::Device)?.iter().map(|line| json(name, line)));
     }

@@ -21,6 +21,10 @@ mod self_test;
 
 fn main() -> ExitCode {
     let started = Instant::now();
+    if let Err(e) = ds4_os::parent::end_with(std::env::var_os(ds4_settings::PARENT_VARIABLE)) {
+        eprintln!("ds4-worker: {e}");
+        return ExitCode::FAILURE;
+    }
     let (cli, origins) = ds4_settings::parse::<config::Cli>();
     let (options, layered) = match config::resolve(&cli, &origins) {
         Ok(resolved) => resolved,

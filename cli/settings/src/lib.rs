@@ -57,6 +57,10 @@ pub use args::{ConfigArgs, Origins, parse, try_parse_from};
 pub use layers::{ConfigErrors, Layered, Problems, SECTIONS, SHARED_KEYS, Source, layer};
 pub use paths::{BROKER_SOCKET, OWNER_SOCKET, WORKER_SOCKET, cache_dir, default_runtime_dir, models_dir};
 
+/// Environment variable with the pid of the process whose end is that of the one it starts: set by benchmarks for their own, by nobody
+/// else.
+pub const PARENT_VARIABLE: &str = "DS4_PARENT";
+
 /// Exit code: bad usage or configuration.
 pub const EXIT_USAGE: u8 = 2;
 /// Exit code: the peer (weight owner, worker) is missing or refused us.

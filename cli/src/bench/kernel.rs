@@ -2,7 +2,8 @@
 //! this shows what it says.
 
 use std::fmt::Write as _;
-use std::process::{Command, Output};
+use std::io::{BufRead, BufReader, Read as _};
+use std::process::{Command, ExitStatus, Stdio};
 
 use anyhow::Context as _;
 use serde_json::Value;
@@ -17,7 +18,8 @@ use crate::serve::plan::sibling;
     on devices whose limits are known their share of these, and the largest error beside its bound: of products against exact \
     arithmetic, in units of the bound, and of other operations against the CPU (on the CPU itself: against its scalar instructions). \
     A line fails when the error is above its bound, or when a row has other bits in a launch of its own. Inputs are random and \
-    fresh; --seed repeats a run. Everything is printed at the end; `all` at full size takes minutes on a CPU.\n\n\
+    fresh; --seed repeats a run. Figures are printed at the end, and each family is named on standard error when its turn comes: `all` \
+    at full size takes minutes on a CPU.\n\n\
     Exit codes: 0 all passed; 1 a line failed; 2 bad usage, or no such device."
 )]
 pub struct KernelArgs {
@@ -66,13 +68,24 @@ pub fn kernel(args: &KernelArgs) -> anyhow::Result<(Value, String)> {
     if let Some(threads) = args.threads {
         command.args(["--threads", &threads.to_string()]);
     }
-    let output = command.output().context("cannot start ds4-worker")?;
-    if !output.status.success() {
-        let code = output.status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(1);
-        return Err(Failure::error(code, said(&output)));
+    // The worker would go on for minutes for nobody.
+    command.env(ds4_settings::PARENT_VARIABLE, std::process::id().to_string());
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .context("cannot start ds4-worker")?;
+    let (mut figures, errors) = (String::new(), child.stderr.take().context("no standard error")?);
+    // Figures come all at once when the last family is done, so that reading one after the other blocks nobody.
+    let errors = follow(BufReader::new(errors));
+    child.stdout.take().context("no standard output")?.read_to_string(&mut figures)?;
+    let status = child.wait()?;
+    if !status.success() {
+        let code = status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(1);
+        return Err(Failure::error(code, said(status, &errors)));
     }
-    let mut value: Value =
-        serde_json::from_slice(&output.stdout).context("the figures of ds4-worker --bench-kernel")?;
+    let mut value: Value = serde_json::from_str(&figures).context("the figures of ds4-worker --bench-kernel")?;
     let text = text(&value);
     if let Some(lines) = value.get("lines").and_then(Value::as_array) {
         let failed = lines.iter().filter(|l| l["passed"] != true).count();
@@ -81,11 +94,24 @@ pub fn kernel(args: &KernelArgs) -> anyhow::Result<(Value, String)> {
     Ok((value, text))
 }
 
+/// Shows how far it is and returns what else was said, up to the end.
+fn follow(errors: impl BufRead) -> String {
+    let mut said = String::new();
+    for line in errors.lines().map_while(Result::ok) {
+        if line.starts_with("ds4-worker: checking and timing ") {
+            eprintln!("{}", line.trim_start_matches("ds4-worker: "));
+        } else {
+            said += &line;
+            said.push('\n');
+        }
+    }
+    said
+}
+
 /// Why the worker's binary did not do it.
-fn said(output: &Output) -> String {
-    let said = String::from_utf8_lossy(&output.stderr);
-    match said.trim().trim_start_matches("ds4-worker: ") {
-        "" => format!("ds4-worker --bench-kernel ended without a word ({})", output.status),
+fn said(status: ExitStatus, errors: &str) -> String {
+    match errors.trim().trim_start_matches("ds4-worker: ") {
+        "" => format!("ds4-worker --bench-kernel ended without a word ({status})"),
         said => said.to_owned(),
     }
 }
@@ -135,11 +161,10 @@ mod tests {
 
     #[test]
     fn a_worker_that_was_killed_is_not_an_empty_message() {
-        let end = |status: i32, stderr: &str| {
-            said(&Output { status: ExitStatus::from_raw(status), stdout: Vec::new(), stderr: stderr.into() })
-        };
+        let end = |status: i32, stderr: &str| said(ExitStatus::from_raw(status), &follow(stderr.as_bytes()));
         assert!(end(9, "").contains("signal: 9"), "{}", end(9, ""));
         assert_eq!(end(2 << 8, "ds4-worker: no such family\n"), "no such family");
+        assert_eq!(end(1 << 8, "ds4-worker: checking and timing hyper (1 of 2)\nds4-worker: lost\n"), "lost");
     }
 
     #[test]

@@ -199,6 +199,7 @@ impl Rig {
             .arg(cycles.to_string())
             .arg("--runtime-dir")
             .arg(self.dir())
+            .env(ds4_settings::PARENT_VARIABLE, std::process::id().to_string())
             .output()?;
         if !output.status.success() {
             let log = String::from_utf8_lossy(&output.stderr);

@@ -6,6 +6,7 @@ pub mod needs;
 pub mod orphan;
 pub mod plan;
 pub mod process;
+mod takeover;
 
 use std::ffi::OsString;
 use std::net::{SocketAddr, TcpListener};
@@ -14,7 +15,6 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use ds4_manifests::{Catalog, GgufModel};
-use ds4_proto::v1;
 use ds4_settings::{ConfigArgs, EXIT_MODEL, Origins};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -26,7 +26,8 @@ use keep::{Health, Kept, Wish, keep};
 pub use lock::holder as supervisor;
 use needs::{Needs, Wants};
 use plan::{Plan, ServeFlags};
-use process::{Launch, Notify, Process, Target};
+use process::{Launch, Notify, Process};
+use takeover::{adopt, announce};
 
 /// `ds4 serve`.
 #[derive(clap::Args)]
@@ -34,7 +35,8 @@ use process::{Launch, Notify, Process, Target};
     after_help = "The flags below --model go to the processes that they belong to; what is not given comes from \
     their sections of the configuration file. `ds4 config` shows the result.\n\n\
     Ctrl-C or SIGTERM drains the worker, then ends the owner; a second one ends both at once. After kill -9 of serve \
-    both keep running, and the next `ds4 serve` takes them over; if that fails, they go on as they were.\n\n\
+    both keep running, and the next `ds4 serve` takes them over; if that fails, or they serve another model than it asks for, they go on \
+    as they were.\n\n\
     A worker whose model is unloaded waits for one (`ds4 ctl load`); clients wait with it. When an owner that died is back \
     with the model, the worker is replaced by one that uses the new copy, after its running requests."
 )]
@@ -135,22 +137,30 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
     let mut signals = Signals::new()?;
 
     let running_owner = adopt(control::owner_status(&plan.dir).await.ok().map(|s| s.pid));
-    let running_worker = adopt(control::worker_status(&plan.dir).await.ok().map(|s| s.pid));
+    let worker_status = control::worker_status(&plan.dir).await.ok();
+    let running_worker = adopt(worker_status.as_ref().map(|s| s.pid));
     let held = if running_owner.is_some() { control::models(&plan.dir).await? } else { Vec::new() };
-    let models = if args.model.is_empty() && held.iter().any(needs::alive) {
+    let models = if !plan.owner.config.contains_key("model") && held.iter().any(needs::alive) {
         // What it already holds is enough when no model is asked for.
         Vec::new()
     } else {
         plan.models()?
     };
+    let wants = Wants::of(&plan.worker.config);
+    // Before anything is taken over or loaded: what fails here concerns this command alone.
+    if let Some(worker) = worker_status.filter(|_| running_worker.is_some()) {
+        takeover::same_model(&worker, &held, &models, &wants)?;
+    }
     let mut http = Http::new(&plan)?;
     if running_worker.is_none() {
         http.listen()?;
     }
-    // Before anything is taken over: what fails here concerns this command alone.
+    let mut asked = None;
     if let Some(owner) = &running_owner {
         tokio::select! {
-            loaded = ensure_loaded(&plan.dir, &models) => loaded.map_err(|e| refused_by_running(&e, owner))?,
+            loaded = takeover::ensure_loaded(&plan.dir, &models) => {
+                asked = loaded.map_err(|e| takeover::refused_by_running(&e, owner))?;
+            }
             () = signals.stop() => {
                 eprintln!("ds4 serve: told to stop before it took over; what runs goes on");
                 return Ok(ExitCode::SUCCESS);
@@ -164,7 +174,7 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
         notify: Notify::bind(&plan.dir, "owner")?,
         policy: plan.owner_policy(),
         needs: None,
-        adopted: announce_adopted("weight owner", running_owner),
+        adopted: announce("weight owner", running_owner),
         launch: {
             let (path, args) = (plan.owner.path.clone(), plan.owner.args.clone());
             move |notify: &Notify, _: &[OsString]| {
@@ -173,7 +183,8 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
         },
     });
     let mut worker = None;
-    match supervise(&plan, http, &mut owner, running_worker, &mut worker, &mut signals).await {
+    let needs = Needs::new(owner.health.clone(), plan.dir.clone(), wants, asked);
+    match supervise(&plan, http, &mut owner, (running_worker, needs), &mut worker, &mut signals).await {
         Ok(()) => shut_down(worker, Some(owner), &mut signals).await,
         Err(error) => {
             // What was found running is left alone.
@@ -191,7 +202,7 @@ async fn supervise(
     plan: &Plan,
     mut http: Http,
     owner: &mut Task,
-    running_worker: Option<Process>,
+    (running_worker, needs): (Option<Process>, Needs),
     worker: &mut Option<Task>,
     signals: &mut Signals,
 ) -> anyhow::Result<()> {
@@ -208,8 +219,8 @@ async fn supervise(
         name: "worker",
         notify: Notify::bind(&plan.dir, "worker")?,
         policy: plan.worker_policy(),
-        needs: Some(Needs::new(owner.health.clone(), plan.dir.clone(), Wants::of(&plan.worker.config))),
-        adopted: announce_adopted("worker", running_worker),
+        needs: Some(needs),
+        adopted: announce("worker", running_worker),
         launch: {
             let (path, args) = (plan.worker.path.clone(), plan.worker.args.clone());
             move |notify: &Notify, more: &[OsString]| {
@@ -246,19 +257,6 @@ async fn supervise(
             }
         }
     }
-}
-
-/// A load that an owner which we meant to take over refused.
-fn refused_by_running(error: &anyhow::Error, owner: &Process) -> anyhow::Error {
-    Failure::error(
-        Failure::code_of(error),
-        format!(
-            "the running weight owner (pid {}) did not take the model: {error:#}\nNothing was taken over: what runs goes on \
-             as it was. It keeps the settings that it was started with; to start with the settings of this command, end it \
-             first: `ds4 ctl stop`.",
-            owner.target().pid()
-        ),
-    )
 }
 
 /// A kept process and the wires to it. Dropped, it lets go of the process and leaves it running.
@@ -335,20 +333,6 @@ impl Signals {
     }
 }
 
-fn adopt(pid: Option<u32>) -> Option<Process> {
-    pid.and_then(|pid| Target::of(pid).ok()).map(Process::Adopted)
-}
-
-fn announce_adopted(name: &str, process: Option<Process>) -> Option<Process> {
-    if let Some(process) = &process {
-        eprintln!(
-            "ds4 serve: took over the running {name} (pid {}); it keeps the settings that it was started with",
-            process.target().pid()
-        );
-    }
-    process
-}
-
 /// The worker's listening socket. Held here too, connections queue while a worker is replaced instead of being refused.
 struct Http {
     address: SocketAddr,
@@ -371,26 +355,6 @@ impl Http {
         };
         Ok(self.listener.insert(listener))
     }
-}
-
-/// Has an owner that we took over load what it does not hold yet.
-async fn ensure_loaded(dir: &Path, models: &[PathBuf]) -> anyhow::Result<()> {
-    let held = control::models(dir).await?;
-    let held: Vec<PathBuf> =
-        held.iter().filter(|m| needs::alive(m)).filter_map(|m| std::fs::canonicalize(&m.path).ok()).collect();
-    for model in models.iter().filter(|m| !held.contains(m)) {
-        eprintln!("ds4 serve: loading {} into the running owner", model.display());
-        let path = model.to_str().context("the model's path is not UTF-8")?.to_string();
-        let request = v1::LoadRequest { path, ..v1::LoadRequest::default() };
-        let mut steps = control::owner(dir).await?.load(request).await.map_err(control::status)?.into_inner();
-        while let Some(step) = steps.message().await.map_err(control::status)? {
-            if step.state() == v1::ModelState::Failed {
-                let code = crate::ctl::load_exit_code(&step.error_code);
-                return Err(Failure::error(code, format!("{} ({})", step.error, step.error_code)));
-            }
-        }
-    }
-    Ok(())
 }
 
 /// Where it is and how to talk to it.

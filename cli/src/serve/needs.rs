@@ -88,9 +88,10 @@ pub struct Needs {
 }
 
 impl Needs {
-    /// Of a worker in runtime directory `dir`, under the owner whose health is given.
-    pub fn new(owner: watch::Receiver<Health>, dir: PathBuf, wants: Wants) -> Self {
-        Self { owner, dir, wants, served: None, proven: false }
+    /// Of a worker in runtime directory `dir`, under the owner whose health is given. A first worker serves `first` when
+    /// others are held beside it.
+    pub fn new(owner: watch::Receiver<Health>, dir: PathBuf, wants: Wants, first: Option<String>) -> Self {
+        Self { owner, dir, wants, served: first, proven: false }
     }
 
     /// A worker is ready.
@@ -119,7 +120,9 @@ impl Needs {
                 let loading = models.iter().any(|m| m.state() == ModelState::Loading);
                 match self.wants.choose(&models, self.served.as_deref()) {
                     Ok(None) => return Vec::new(),
-                    Ok(Some(name)) if self.proven => return vec!["--model".into(), name.into()],
+                    Ok(Some(name)) if self.proven || self.served.is_some() => {
+                        return vec!["--model".into(), name.into()];
+                    }
                     Err(missing) if self.proven || loading => {
                         if said.as_ref() != Some(&missing) {
                             let way = if loading {

@@ -142,7 +142,7 @@ pub struct Launch<'a> {
     pub notify: &'a Notify,
     /// Where its log goes; `None`: our standard error.
     pub log: Option<std::fs::File>,
-    /// Hide our DS4_ variables from it (benchmarks: only the flags count).
+    /// Of a benchmark: our DS4_ variables are hidden from it (only the flags count), and it ends when we do, however that is.
     pub isolated: bool,
 }
 
@@ -175,6 +175,7 @@ impl Launch<'_> {
             for (name, _) in std::env::vars_os().filter(|(n, _)| n.to_string_lossy().starts_with("DS4_")) {
                 command.env_remove(name);
             }
+            command.env(ds4_settings::PARENT_VARIABLE, std::process::id().to_string());
         }
         command.stdout(match &self.log {
             Some(file) => Stdio::from(file.try_clone()?),
