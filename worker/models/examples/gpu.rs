@@ -12,6 +12,8 @@ mod families;
 mod flash;
 #[path = "parts/layers.rs"]
 mod layers;
+#[path = "parts/lost.rs"]
+mod lost;
 #[path = "../tests/support/seeded.rs"]
 mod seeded;
 #[path = "parts/starts.rs"]
@@ -411,6 +413,9 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
     checks.push(("products".into(), Box::new(products)));
     checks.push(("attention".into(), Box::new(attention::check)));
     checks.push(("starts".into(), Box::new(starts::check)));
+    if d.describe().starts_with("cuda") {
+        checks.push(("lost device".into(), Box::new(lost::check)));
+    }
     for (name, _) in FAMILIES {
         checks.push((format!("kernel {name}"), Box::new(move |d| families::check(d, name))));
     }
@@ -473,6 +478,11 @@ fn main() -> std::process::ExitCode {
                 false
             }
         },
+        #[cfg(feature = "cuda")]
+        Some(lost::ARGUMENT) => {
+            lost::fault(&ds4_kernels::cuda::CudaDevice::open(0).unwrap());
+            true
+        }
         Some("cpu") => run(&CpuDevice::default(), 1.0 / 65024.0, arg(1), filter),
         other => {
             eprintln!("no device {other:?}; there is cpu, and cuda when built with that feature");

@@ -1,11 +1,13 @@
 //! Speed of whole steps of a model of DeepSeek V4 Flash's shape with random weights on a CUDA device, and of what samplers ask. Single
 //! kernels: `ds4 bench kernel`.
 //!
-//! `gpu_speed sampling`, `gpu_speed model [LAYERS] [late]`, `gpu_speed decode [LAYERS]` (few steps, for a profiler), or `gpu_speed timeline
-//! LAYERS POSITION STREAMS..` (a decode step launch by launch). Weights are random blocks, each layer's a device copy of its own (the host has one layer's bytes); `late` also times decoding without early starts.
+//! `gpu_speed sampling`, `gpu_speed model [LAYERS] [late]`, `gpu_speed decode [LAYERS]` (few steps, for a profiler), `gpu_speed timeline
+//! LAYERS POSITION STREAMS..` (a decode step launch by launch), `gpu_speed memory [LAYERS]` (what is taken of the device). Weights are random blocks, each layer's a device copy of its own (the host has one layer's bytes); `late` also times decoding without early starts.
 
 #[path = "parts/flash.rs"]
 mod flash;
+#[path = "parts/memory.rs"]
+mod memory;
 #[path = "parts/timeline.rs"]
 mod timeline;
 
@@ -173,6 +175,7 @@ fn main() {
                 args.iter().any(|a| a == "late"),
             );
         }
+        Some("memory") => memory::memory(&d, args.get(1).and_then(|n| n.parse().ok()).unwrap_or(5)),
         Some("timeline") => {
             let numbers: Vec<usize> = args[1..].iter().filter_map(|n| n.parse().ok()).collect();
             let [layers, at, streams @ ..] = numbers.as_slice() else {
@@ -182,7 +185,7 @@ fn main() {
             timeline::timeline(&d, *layers as u64, *at, streams);
         }
         other => {
-            eprintln!("{other:?}: sampling, model, decode or timeline");
+            eprintln!("{other:?}: sampling, model, decode, memory or timeline");
             std::process::exit(1)
         }
     }
