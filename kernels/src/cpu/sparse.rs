@@ -174,6 +174,19 @@ impl SparseOps for CpuDevice {
         frequencies.to_vec()
     }
 
+    fn lend_rows(&self, x: &CpuBuffer, rows: Range<usize>, out: &mut CpuBuffer) {
+        assert_eq!(x.width(), out.width(), "rows of another width");
+        out.resize(rows.len());
+        out.data_mut().copy_from_slice(&x.data()[rows.start * x.width()..rows.end * x.width()]);
+    }
+
+    fn put_rows(&self, part: &CpuBuffer, first: usize, rows: usize, x: &mut CpuBuffer) {
+        assert_eq!(x.width(), part.width(), "rows of another width");
+        x.resize(rows);
+        let width = x.width();
+        x.data_mut()[first * width..][..part.data().len()].copy_from_slice(part.data());
+    }
+
     fn head_rms(&self, x: &mut CpuBuffer, head_dim: usize, eps: f32) {
         assert!(x.width().is_multiple_of(head_dim), "whole heads");
         let isa = self.isa();

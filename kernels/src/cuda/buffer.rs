@@ -1,18 +1,26 @@
 //! Activations in device memory.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use super::driver::{Context, CudaError, Memory, vmm::DevicePtr};
 use super::fatal::OrFatal;
 use super::split::{Activations, ActsArg};
 use crate::device::DeviceError;
 
+/// Of pieces of one memory, as of memory from the driver.
+const ALIGNMENT: usize = 256;
+
 /// Memory that grows: what was in it is lost when it does.
 #[derive(Debug, Default)]
 pub(super) struct Growable {
-    memory: Option<Memory>,
+    memory: Option<Arc<Memory>>,
+    /// Where in another one's memory it begins, if it is lent.
+    lent: Option<u64>,
 }
 
 impl Growable {
-    /// The address of at least `len` bytes.
+    /// The address of at least `len` bytes of its own.
     ///
     /// Growing frees the old memory, which waits for the device: it happens in the first steps of their size only.
     ///
@@ -21,9 +29,9 @@ impl Growable {
     /// a step that cannot be computed is the end of its requests and not of the process.
     pub(super) fn at_least(&mut self, context: &Context, len: usize) -> DevicePtr {
         match &self.memory {
-            Some(m) if m.len() >= len => m.start(),
+            Some(m) if m.len() >= len && self.lent.is_none() => m.start(),
             _ => {
-                self.memory = None;
+                *self = Self::default();
                 let new = match Memory::new(context, len) {
                     Err(CudaError::OutOfMemory { .. }) => {
                         // No hook shall print a backtrace: whoever runs the step expects this.
@@ -34,14 +42,29 @@ impl Growable {
                     }
                     other => other.or_fatal("activations"),
                 };
-                self.memory.insert(new).start()
+                self.memory.insert(Arc::new(new)).start()
             }
         }
     }
 
+    /// Addresses of pieces of so many bytes, one after the other.
+    pub(super) fn pieces<const N: usize>(&mut self, context: &Context, lens: [usize; N]) -> [DevicePtr; N] {
+        let starts = lens.map(|len| len.next_multiple_of(ALIGNMENT));
+        let mut at = self.at_least(context, starts.iter().sum());
+        starts.map(|len| {
+            at += len as u64;
+            at - len as u64
+        })
+    }
+
     /// The address; 0 before the first use.
     pub(super) fn start(&self) -> DevicePtr {
-        self.memory.as_ref().map_or(0, Memory::start)
+        self.memory.as_ref().map_or(0, |m| m.start()) + self.lent.unwrap_or(0)
+    }
+
+    /// Its memory from `offset` on, which lives as long as somebody has it.
+    pub(super) fn lend(&self, offset: usize) -> Self {
+        Self { memory: self.memory.clone(), lent: Some(self.lent.unwrap_or(0) + offset as u64) }
     }
 }
 
@@ -99,6 +122,18 @@ impl CudaBuffer {
         self.memory.at_least(&self.context, rows.max(16) * self.width * 4);
         self.rows = rows;
         self.made = Made::default();
+    }
+
+    /// Makes it the rows `rows` of `x`, in the same memory, until it is resized.
+    pub(super) fn borrow_rows(&mut self, x: &Self, rows: Range<usize>) {
+        assert!(rows.end <= x.rows && self.width == x.width, "rows {rows:?} of {}, {} wide", x.rows, x.width);
+        self.memory = x.memory.lend(rows.start * x.width * 4);
+        self.split = x.split.lend();
+        self.made = Made {
+            split: x.made.split.map(|(order, acts)| (order, acts.after_rows(rows.start, x.width))),
+            ..Made::default()
+        };
+        self.rows = rows.len();
     }
 
     /// Address of element (0, 0).

@@ -23,8 +23,8 @@ pub(super) struct Scratch {
     /// A hyper-connection's products and sums of squares.
     pub(super) mix: Growable,
     pub(super) squares: Growable,
-    /// What one operation needs between its kernels and no later one reads: pieces of a softmax, scores, an expert's two halves. One
-    /// memory for all: at 2,048 rows each is some 200 MB.
+    /// What one operation needs between its kernels and no later one reads: scores, pieces of a softmax, split activations. One memory for
+    /// all, which no kernel writes before the one before it has ended.
     pub(super) work: Growable,
     /// Where results are copied to.
     host: Host,
@@ -32,11 +32,8 @@ pub(super) struct Scratch {
     pub(super) sample: sample::Memory,
     /// Outputs of the experts, one for each assignment.
     pub(super) parts: Growable,
-    /// Split activations of products with tiled weights, and assignments by expert.
-    pub(super) activations: split::Activations,
+    /// Assignments by expert.
     pub(super) groups: quantized::Groups,
-    /// Activations of products with F16 weights.
-    pub(super) halves: products::Halves,
 }
 
 /// One CUDA device with one stream, in which everything is done in order.
@@ -219,9 +216,15 @@ impl Device for CudaDevice {
         let halves = others.partition_point(|(w, _)| products::fits(w));
         let (halves, others) = others.split_at_mut(halves);
         let beside = !tiled.is_empty();
-        let prepared = products::prepare(self, x, halves, beside);
+        let bytes = |any: bool, bytes: usize| if any { bytes } else { 0 };
+        let room = [
+            bytes(!halves.is_empty(), products::bytes(x.rows(), x.width())),
+            bytes(beside, split::bytes(x.rows(), x.width())),
+        ];
+        let [pieces, acts] = self.scratch().work.pieces(&self.context, room);
+        let prepared = products::prepare(self, x, halves, beside, pieces);
         if beside {
-            quantized::matmul(self, x, tiled);
+            quantized::matmul(self, x, tiled, acts);
         }
         products::matmul(self, x, halves, &prepared, beside);
         others.iter_mut().for_each(|(w, out)| dense::matmul(self, x, w, 1, out));

@@ -20,7 +20,7 @@ const WARPS: usize = 8;
 const STAGES: usize = 3;
 const ROWS: usize = 32;
 /// Most memory for scores, as far as one block's rows fit: longer steps are computed in parts.
-const SCORES: usize = 160 << 20;
+const SCORES: usize = 96 << 20;
 
 /// Whether the tensor cores' kernel takes the indexer: keys stored in FP4, of the width that it is written for.
 pub(super) fn fits(step: &CudaStep, p: &Indexer) -> bool {

@@ -7,7 +7,7 @@ use super::driver::{KernelArg, vmm::DevicePtr};
 use super::fatal::OrFatal;
 use super::kernels::{File, dim, int, long};
 use super::quantized;
-use super::split::{self, SwigluArg};
+use super::split::{self, ActsArg, SwigluArg};
 use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::device::Device;
@@ -153,7 +153,7 @@ struct Shared<'a> {
     out: &'a mut CudaBuffer,
 }
 
-/// The experts' outputs to `parts`, a row for each assignment, and the shared expert's.
+/// The experts' outputs to `parts`, a row for each assignment and at least 16, and the shared expert's.
 fn ffn(
     d: &CudaDevice,
     experts: &Experts<CudaWeight>,
@@ -171,7 +171,11 @@ fn ffn(
     let mut scratch = d.scratch();
     let s = &mut *scratch;
     let len = assignments.max(16) * ff * 4;
-    let gate = s.work.at_least(d.context(), 2 * len);
+    // The halves are used up before `down` writes, if its inputs are split between: they can lie where it will write.
+    let in_parts = experts.down.is_tiled() && 2 * ff <= hidden;
+    let acts = split::bytes(rows, x.width()).max(split::bytes(assignments, ff));
+    let [halves, room] = s.work.pieces(d.context(), [if in_parts { 0 } else { 2 * len }, acts]);
+    let gate = if in_parts { parts } else { halves };
     let up = gate + len as u64;
     let ids = routing.ids.start();
     let tiled = [&experts.gate, &experts.up, &experts.down].into_iter().filter(|w| w.is_tiled());
@@ -188,20 +192,19 @@ fn ffn(
         let grid = [dim(outputs.div_ceil(4)), dim(assignments), 1];
         d.launch(File::Matmul, &format!("expert_matmul_{}", w.ty), grid, [32, 4, 1], 0, &all);
     };
-    let split = |to: &mut split::Activations, w: &CudaWeight| {
-        x.split(split::order(w.ty)).unwrap_or_else(|| split::quantize(d, to, w, x.start(), rows))
-    };
+    let split =
+        |w: &CudaWeight| x.split(split::order(w.ty)).unwrap_or_else(|| split::quantize(d, room, w, x.start(), rows));
     let both = |w: &CudaWeight| (w.ty, w.is_tiled());
     match rows_of {
         Some(r) if experts.gate.is_tiled() && both(&experts.gate) == both(&experts.up) => {
-            let acts = split(&mut s.activations, &experts.gate);
+            let acts = split(&experts.gate);
             quantized::product(d, &[&experts.gate, &experts.up], &acts, r, used, ff, &[gate, up]);
         }
         _ => {
             for (w, to) in [(&experts.gate, gate), (&experts.up, up)] {
                 match rows_of.filter(|_| w.is_tiled()) {
                     Some(r) => {
-                        let acts = split(&mut s.activations, w);
+                        let acts = split(w);
                         quantized::product(d, &[w], &acts, r, used, ff, &[to]);
                     }
                     None => exact(w, ff, x.start(), used, to),
@@ -224,7 +227,7 @@ fn ffn(
     let weights = routing.weights.start();
     match rows_of.filter(|_| experts.down.is_tiled()) {
         Some(r) => {
-            let acts = s.activations.at_least(d.context(), assignments, ff);
+            let acts = ActsArg::at(room, assignments, ff);
             let of_experts = SwigluArg::new((gate, up), weights, acts, assignments, &experts.down);
             split::swiglu(d, &of_experts, of_shared.as_ref(), clamp);
             quantized::product(d, &[&experts.down], &acts, r, 1, hidden, &[parts]);

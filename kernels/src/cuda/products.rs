@@ -1,6 +1,6 @@
 //! Launches of the products with F16 weights on the tensor cores (dense.cu): all weights that one input meets in one launch.
 
-use super::buffer::{CudaBuffer, Growable};
+use super::buffer::CudaBuffer;
 use super::device::CudaDevice;
 use super::driver::{KernelArg, vmm::DevicePtr};
 use super::kernels::{File, dim, int};
@@ -32,11 +32,17 @@ struct GroupArg {
 }
 kernel_args!(GroupArg);
 
-/// Device memory for activations in two halves.
-#[derive(Debug, Default)]
-pub(super) struct Halves {
-    pieces: Growable,
-    scale: Growable,
+/// Bytes of activations in two halves: of their pieces, and with the scales.
+fn sizes(rows: usize, cols: usize) -> [usize; 2] {
+    // Kernels read whole blocks of rows.
+    let room = rows.next_multiple_of(BLOCK);
+    let pieces = room * cols.next_multiple_of(GROUP) * 4;
+    [pieces, pieces + room * cols.div_ceil(CHUNK) * 4]
+}
+
+/// Bytes that [`prepare`] wants for `rows` rows of `cols` columns.
+pub(super) fn bytes(rows: usize, cols: usize) -> usize {
+    sizes(rows, cols)[1]
 }
 
 /// Whether a weight has these kernels: rows of whole 16 bytes of halves.
@@ -119,18 +125,19 @@ pub(super) struct Prepared {
 }
 
 /// Chooses the kernel for weights that [`fits`] and share the inputs `x`, and splits the activations if it takes them so. `beside`: the
-/// products will be launched beside others that read `x`.
+/// products will be launched beside others that read `x`. `room` has [`bytes`] bytes.
 pub(super) fn prepare(
     d: &CudaDevice,
     x: &CudaBuffer,
     group: &[(&CudaWeight, &mut CudaBuffer)],
     beside: bool,
+    room: DevicePtr,
 ) -> Prepared {
     let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
     let outputs: Vec<usize> = group.iter().map(|(w, _)| w.rows).collect();
     let kernel = Kernel::of(x.rows(), x.width(), &outputs, sms, beside);
     let any = !group.is_empty() && x.rows() > 0;
-    let split = (any && !matches!(kernel, Kernel::Few { .. })).then(|| split(d, x));
+    let split = (any && !matches!(kernel, Kernel::Few { .. })).then(|| split(d, x, room));
     Prepared { kernel, split }
 }
 
@@ -181,15 +188,10 @@ pub(super) fn matmul(
 }
 
 /// Splits the rows of `x`.
-fn split(d: &CudaDevice, x: &CudaBuffer) -> [DevicePtr; 2] {
+fn split(d: &CudaDevice, x: &CudaBuffer, pieces: DevicePtr) -> [DevicePtr; 2] {
     let (rows, cols) = (x.rows(), x.width());
     let chunks = cols.div_ceil(CHUNK);
-    let mut scratch = d.scratch();
-    let to = &mut scratch.halves;
-    // Kernels read whole blocks of rows.
-    let room = rows.next_multiple_of(BLOCK);
-    let pieces = to.pieces.at_least(d.context(), room * cols.next_multiple_of(GROUP) * 4);
-    let scale = to.scale.at_least(d.context(), room * chunks * 4);
+    let scale = pieces + sizes(rows, cols)[0] as u64;
     let args = (x.start(), int(cols), int(rows));
     let all: [&dyn KernelArg; 6] = [&args.0, &args.1, &args.1, &args.2, &pieces, &scale];
     d.launch(File::Dense, "dense_split", [dim(chunks), dim(rows.div_ceil(TILE)), 1], [512, 1, 1], 0, &all);

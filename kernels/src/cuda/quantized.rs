@@ -194,12 +194,13 @@ pub(super) fn product(
     wide::product(d, w, x, &items, most, outputs, out);
 }
 
-/// `outᵢ = x · wᵢᵀ` for tiled weights that share their inputs; neighbours of one shape go into one launch.
-pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, group: &mut [(&CudaWeight, &mut CudaBuffer)]) {
+/// `outᵢ = x · wᵢᵀ` for tiled weights that share their inputs; neighbours of one shape go into one launch. `room` is for the inputs as
+/// [`quantize`] splits them.
+pub(super) fn matmul(d: &CudaDevice, x: &CudaBuffer, group: &mut [(&CudaWeight, &mut CudaBuffer)], room: DevicePtr) {
     for part in group.chunk_by_mut(|a, b| order(a.0.ty) == order(b.0.ty)) {
         let acts = match x.split(order(part[0].0.ty)) {
             Some(acts) => acts,
-            None => quantize(d, &mut d.scratch().activations, part[0].0, x.start(), x.rows()),
+            None => quantize(d, room, part[0].0, x.start(), x.rows()),
         };
         matmul_one_order(d, x, &acts, part);
     }

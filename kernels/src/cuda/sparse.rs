@@ -1,8 +1,8 @@
 //! Compressors, rotations and rounding of sparse attention; its indexer and the attention itself have modules of their own.
 
-use std::sync::{Mutex, PoisonError};
+use std::ops::Range;
 
-use super::buffer::{CudaBuffer, Growable};
+use super::buffer::CudaBuffer;
 use super::dense::{BLOCK, blocks, matmul, rows_of};
 use super::device::CudaDevice;
 use super::driver::{KernelArg, Memory, vmm::DevicePtr};
@@ -14,13 +14,11 @@ use super::step::CudaStep;
 use super::weight::CudaWeight;
 use crate::ops::{Compressor, Indexer, KvNumerics, Operands, SparseAttention, SparseOps};
 
-/// Angular frequencies in device memory, f64, and the sines and cosines of the last step's positions: a step rotates several times in
-/// every layer, and f64 functions are slow on small devices.
+/// Angular frequencies in device memory, f64.
 #[derive(Debug)]
 pub struct CudaRope {
     memory: Memory,
     pub(super) pairs: usize,
-    turns: Mutex<(u64, Growable)>,
 }
 
 impl CudaRope {
@@ -29,17 +27,15 @@ impl CudaRope {
         self.memory.start()
     }
 
-    /// Sines and cosines of the step's positions, `[rows, pairs]`; computed when the step asks for the first time.
+    /// Sines and cosines of the step's positions, `[rows, pairs]`; computed when the step asks for the first time: it rotates several
+    /// times in every layer, and f64 functions are slow on small devices.
     pub(super) fn turns(&self, d: &CudaDevice, step: &CudaStep) -> DevicePtr {
-        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
         let n = step.rows * self.pairs;
-        let known = turns.0 == step.id;
-        let at = turns.1.at_least(d.context(), step.rows.max(16) * self.pairs * 8);
-        if !known {
-            let args = (self.memory.start(), int(self.pairs), int(n));
+        let (at, made) = step.turns(d.context(), self.frequencies(), step.rows.max(16) * self.pairs * 8);
+        if !made {
+            let args = (self.frequencies(), int(self.pairs), int(n));
             let all: [&dyn KernelArg; 5] = [&step.arg, &args.0, &args.1, &args.2, &at];
             d.launch(File::Elementwise, "rope_turns", blocks(n), BLOCK, 0, &all);
-            turns.0 = step.id;
         }
         at
     }
@@ -55,7 +51,24 @@ impl SparseOps for CudaDevice {
         #[allow(unsafe_code, reason = "a copy to the device")]
         // SAFETY: new memory of that size.
         unsafe { self.stream().upload(memory.start(), &bytes) }.or_fatal("a rotary table");
-        CudaRope { memory, pairs: frequencies.len(), turns: Mutex::default() }
+        CudaRope { memory, pairs: frequencies.len() }
+    }
+
+    fn lend_rows(&self, x: &CudaBuffer, rows: Range<usize>, out: &mut CudaBuffer) {
+        out.borrow_rows(x, rows);
+    }
+
+    fn put_rows(&self, part: &CudaBuffer, first: usize, rows: usize, x: &mut CudaBuffer) {
+        assert!(part.width() == x.width() && first + part.rows() <= rows, "rows of another buffer");
+        if first == 0 {
+            x.resize(rows);
+        }
+        assert_eq!(x.rows(), rows, "parts of one step");
+        let bytes = x.width() * 4;
+        let to = x.changed() + (first * bytes) as u64;
+        #[allow(unsafe_code, reason = "a copy on the device")]
+        // SAFETY: the rows exist on both sides, and two buffers do not overlap.
+        unsafe { self.stream().copy(to, part.start(), part.rows() * bytes) }.or_fatal("rows of a part");
     }
 
     fn head_rms(&self, x: &mut CudaBuffer, head_dim: usize, eps: f32) {
@@ -161,7 +174,11 @@ impl SparseOps for CudaDevice {
         out.resize(x.rows());
         let acts = match x.split(super::split::order(w.ty)) {
             Some(acts) => acts,
-            None => super::split::quantize(self, &mut self.scratch().activations, w, x.start(), x.rows() * groups),
+            None => {
+                let rows = x.rows() * groups;
+                let room = self.scratch().work.at_least(self.context(), super::split::bytes(rows, w.cols));
+                super::split::quantize(self, room, w, x.start(), rows)
+            }
         };
         let rows = quantized::Rows::Strided { matrices: groups, rows: x.rows() };
         quantized::product(self, &[w], &acts, rows, 1, w.rows / groups, &[out.start()]);

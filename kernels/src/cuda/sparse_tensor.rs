@@ -35,7 +35,7 @@ const TOP_PLACES: usize = 8;
 /// Rows of a launch from which blocks of many heads are enough to fill a device.
 const MANY_ROWS: usize = 24;
 /// Most memory for scores: longer steps are computed in parts.
-const SCORES: usize = 192 << 20;
+const SCORES: usize = 96 << 20;
 
 /// `Places` in `sparse_tensor.cuh`.
 #[repr(C)]
@@ -72,9 +72,9 @@ pub(super) fn attend(
     let rows = (SCORES / (p.heads * stride * 4)).clamp(1, step.rows);
     // One after the other in scratch memory: scores, their greatest, addresses of keys, the step's rows.
     let parts = [p.heads * stride * 4, p.heads * (stride / TOP_PLACES) * 4, stride * 8].map(|bytes| rows * bytes);
-    let len = parts.iter().sum::<usize>() + step.rows * p.head_dim * 2;
-    let scores = d.scratch().work.at_least(d.context(), len);
-    let [tops, keys, recent] = [1, 2, 3].map(|n| scores + parts[..n].iter().sum::<usize>() as u64);
+    let [scores, tops, keys] = parts;
+    let lens = [scores, tops, keys, step.rows * p.head_dim * 2];
+    let [scores, tops, keys, recent] = d.scratch().work.pieces(d.context(), lens);
     let mut places = PlacesArg { first: 0, stride: int(stride), scores, tops, keys, recent };
     let wide = step.rows >= MANY_ROWS && p.heads.is_multiple_of(WIDE_HEADS);
     if wide {

@@ -57,31 +57,54 @@ pub(super) fn swiglu(d: &CudaDevice, first: &SwigluArg, second: Option<&SwigluAr
     d.launch(File::Split, "split_swiglu", [dim(blocks), 1, 1], [256, 1, 1], 0, &[first, second, &clamp]);
 }
 
+/// Bytes of a superblock in each part of [`ActsArg`].
+const PARTS: [usize; 4] = [512, 64, 32, 4];
+
+/// Superblocks that there is room for.
+fn room(rows: usize, cols: usize) -> usize {
+    rows.max(16) * (cols / SUPERBLOCK)
+}
+
+/// Bytes for `rows` rows of `cols` columns.
+pub(super) fn bytes(rows: usize, cols: usize) -> usize {
+    room(rows, cols) * PARTS.iter().sum::<usize>()
+}
+
 /// Device memory for split activations.
 #[derive(Debug, Default)]
-pub(super) struct Activations {
-    q: Growable,
-    m: Growable,
-    sums: Growable,
-    scale: Growable,
-}
+pub(super) struct Activations(Growable);
 
 impl ActsArg {
     /// For a kernel that shall not split.
     pub(super) const NONE: Self = Self { q: 0, m: 0, sums: 0, scale: 0 };
+
+    /// Rows of `cols` columns from row `first` on.
+    pub(super) fn after_rows(self, first: usize, cols: usize) -> Self {
+        let [q, m, sums, scale] = PARTS.map(|bytes| (first * (cols / SUPERBLOCK) * bytes) as u64);
+        Self { q: self.q + q, m: self.m + m, sums: self.sums + sums, scale: self.scale + scale }
+    }
+
+    /// Room for `rows` rows of `cols` columns in [`bytes`] bytes at `start`.
+    pub(super) fn at(start: DevicePtr, rows: usize, cols: usize) -> Self {
+        let mut next = start;
+        let [q, m, sums, scale] = PARTS.map(|bytes| {
+            let at = next;
+            next += (room(rows, cols) * bytes) as u64;
+            at
+        });
+        Self { q, m, sums, scale }
+    }
 }
 
 impl Activations {
+    /// The same memory, which lives as long as somebody has it.
+    pub(super) fn lend(&self) -> Self {
+        Self(self.0.lend(0))
+    }
+
     /// Room for `rows` rows of `cols` columns.
     pub(super) fn at_least(&mut self, context: &Context, rows: usize, cols: usize) -> ActsArg {
-        let room = rows.max(16) * (cols / SUPERBLOCK);
-        let at = |g: &mut Growable, bytes: usize| g.at_least(context, room * bytes);
-        ActsArg {
-            q: at(&mut self.q, 512),
-            m: at(&mut self.m, 64),
-            sums: at(&mut self.sums, 32),
-            scale: at(&mut self.scale, 4),
-        }
+        ActsArg::at(self.0.at_least(context, bytes(rows, cols)), rows, cols)
     }
 }
 
@@ -94,10 +117,10 @@ pub(super) fn order(ty: GgmlType) -> i32 {
 }
 
 /// Splits `rows` rows of floats at `x` into 16-bit activations for products with `w`, and with other weights of as many columns whose
-/// type takes them in the same order.
-pub(super) fn quantize(d: &CudaDevice, to: &mut Activations, w: &CudaWeight, x: DevicePtr, rows: usize) -> ActsArg {
+/// type takes them in the same order. `to` has [`bytes`] bytes.
+pub(super) fn quantize(d: &CudaDevice, to: DevicePtr, w: &CudaWeight, x: DevicePtr, rows: usize) -> ActsArg {
     let total = rows * (w.cols / SUPERBLOCK);
-    let acts = to.at_least(d.context(), rows, w.cols);
+    let acts = ActsArg::at(to, rows, w.cols);
     let args = (order(w.ty), long(total));
     let all: [&dyn KernelArg; 4] = [&x, &args.0, &args.1, &acts];
     d.launch(File::Split, "quantize_rows", [dim(total.div_ceil(8)), 1, 1], [256, 1, 1], 0, &all);

@@ -4,7 +4,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::bank::{CudaBank, Layout};
-use super::driver::{Context, CudaError, Event, Held, Memory, Pinned, Space, Stream};
+use super::buffer::Growable;
+use super::driver::{Context, CudaError, Event, Held, Memory, Pinned, Space, Stream, vmm::DevicePtr};
 use super::fatal::OrFatal;
 use crate::kernel_args;
 use crate::plan::BatchPlan;
@@ -49,9 +50,19 @@ fn padded_depth(deepest: usize) -> usize {
     deepest.next_multiple_of((deepest.next_power_of_two() / 8).max(DEPTH_STEP))
 }
 
+/// Sines and cosines of a step's positions.
+#[derive(Debug)]
+struct Turns {
+    /// Address of the frequencies.
+    of: DevicePtr,
+    made: bool,
+    memory: Growable,
+}
+
 /// Memory for one step's arrays; used again by later steps.
 #[derive(Debug)]
 struct Arena {
+    turns: Mutex<Vec<Turns>>,
     // Waited for before `host` is written again or freed.
     copied: Event,
     device: Memory,
@@ -106,6 +117,19 @@ impl CudaStep {
             Some(layout) => layout,
             None => panic!("a step without spans has no state"),
         }
+    }
+
+    /// Where the step has sines and cosines for the frequencies at `of`, `len` bytes, and whether they are there already; if not, the
+    /// caller makes them.
+    pub(super) fn turns(&self, context: &Context, of: DevicePtr, len: usize) -> (DevicePtr, bool) {
+        let Some(arena) = &self.arena else { return (0, true) };
+        let mut all = arena.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        let i = all.iter().position(|t| t.of == of).unwrap_or_else(|| {
+            all.push(Turns { of, made: false, memory: Growable::default() });
+            all.len() - 1
+        });
+        let turns = &mut all[i];
+        (turns.memory.at_least(context, len), std::mem::replace(&mut turns.made, true))
     }
 
     pub(super) fn new(
@@ -164,20 +188,24 @@ impl CudaStep {
 
         let free = {
             let mut list = arenas.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let at = list.iter().position(|a| a.device.len() >= bytes.len());
-            at.map(|at| list.swap_remove(at))
+            // The same one for each of many like steps, whose launches are found again by what they are given.
+            let fits = list.iter().enumerate().filter(|(_, a)| a.device.len() >= bytes.len());
+            let best = fits.min_by_key(|(_, a)| (a.device.len(), a.device.start())).map(|(i, _)| i);
+            best.map(|i| list.swap_remove(i))
         };
         let mut arena = match free {
             Some(arena) => arena,
             None => {
                 let len = bytes.len().next_power_of_two().max(4096);
                 Arena {
+                    turns: Mutex::default(),
                     copied: Event::new(context)?,
                     device: Memory::new(context, len)?,
                     host: Pinned::new(context, len)?,
                 }
             }
         };
+        arena.turns.get_mut().unwrap_or_else(PoisonError::into_inner).iter_mut().for_each(|t| t.made = false);
         arena.copied.synchronize()?;
         arena.host[..bytes.len()].copy_from_slice(&bytes);
         #[allow(unsafe_code, reason = "a copy to the device")]

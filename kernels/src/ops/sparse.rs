@@ -2,6 +2,8 @@
 //!
 //! Keys and values are the same rows (one KV head). `nope` is the un-rotated head part, the rotary part trails it.
 
+use std::ops::Range;
+
 use crate::device::Device;
 
 /// What is done to rows before they are stored and used.
@@ -103,6 +105,12 @@ pub trait SparseOps: Device {
 
     /// Uploads angular frequencies, one per pair.
     fn upload_rope(&self, frequencies: &[f64]) -> Self::RopeTable;
+
+    /// Makes `out` the rows `rows` of `x`, for reading: a copy, or the same memory, so that it is good until `x` is written.
+    fn lend_rows(&self, x: &Self::Buffer, rows: Range<usize>, out: &mut Self::Buffer);
+
+    /// Makes `part` rows of `x` from row `first` on. `x` gets `rows` rows with its first part; what others have written stays.
+    fn put_rows(&self, part: &Self::Buffer, first: usize, rows: usize, x: &mut Self::Buffer);
 
     /// Divides every head of `x` by its RMS (no weight).
     fn head_rms(&self, x: &mut Self::Buffer, head_dim: usize, eps: f32);

@@ -8,6 +8,7 @@ use ds4_kernels::ops::{HyperOps, HyperWeights, MoeOps, SparseOps};
 use super::attention::{AttentionBuffers, AttentionLayer};
 use super::ffn::{self, FfnBuffers};
 use super::params::Params;
+use super::steps::Steps;
 
 /// Activations that live no longer than one block; shared by all.
 pub struct Scratch<D: SparseOps + HyperOps + MoeOps> {
@@ -44,7 +45,7 @@ impl<D: SparseOps + HyperOps + MoeOps> Scratch<D> {
 /// after the block, if it is known.
 pub fn run<D: SparseOps + HyperOps + MoeOps>(
     device: &D,
-    step: &D::Step,
+    steps: &Steps<D>,
     layer: &AttentionLayer<'_, D>,
     s: &mut Scratch<D>,
     streams: &mut D::Buffer,
@@ -53,12 +54,12 @@ pub fn run<D: SparseOps + HyperOps + MoeOps>(
     let (p, w, kind) = (layer.p, layer.w, layer.kind);
     let norm = (&w.attn_norm, p.rms_eps);
     device.hyper_pre_norm(&p.hyper, &w.attn_hyper, streams, norm, &mut s.mix, &mut s.x, &mut s.normed);
-    layer.run(device, step, &mut s.attention, &s.normed, &mut s.y);
+    layer.run(device, steps, &mut s.attention, &s.normed, &mut s.y);
     device.hyper_post_toward(&p.hyper, &s.mix, &s.y, streams, Some(&w.ffn_hyper));
 
     let norm = (&w.ffn_norm, p.rms_eps);
     device.hyper_pre_norm(&p.hyper, &w.ffn_hyper, streams, norm, &mut s.mix, &mut s.x, &mut s.normed);
-    ffn::run(device, step, p, kind, w, &mut s.ffn, &s.normed, &mut s.y);
+    ffn::run(device, &steps.whole, p, kind, w, &mut s.ffn, &s.normed, &mut s.y);
     device.hyper_post_terms(&p.hyper, &s.mix, (&mut s.y, s.ffn.shared()), streams, next);
 }
 

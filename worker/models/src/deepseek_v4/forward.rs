@@ -11,6 +11,7 @@ use super::block::{self, Head, Scratch};
 use super::mtp::{Mtp, MtpSettings};
 use super::params::Params;
 use super::state::{LayerSlots, state_spec};
+use super::steps::{ATTENTION_ROWS, Steps};
 use crate::binder::Binder;
 use crate::session::SessionFormat;
 use crate::speculation::Drafter;
@@ -30,6 +31,7 @@ pub struct DeepseekV4<D: SparseOps + HyperOps + MoeOps> {
     /// Residual streams of the last step after the last block: what the prediction block starts from.
     pub(super) streams: D::Buffer,
     logits: D::Buffer,
+    pub(super) attention_rows: usize,
     pub(super) mtp: Option<Mtp<D>>,
 }
 
@@ -57,9 +59,16 @@ impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
             scratch: Scratch::new(device, &p),
             streams: device.buffer(p.hyper.streams * p.hidden),
             logits: device.buffer(p.vocab),
+            attention_rows: ATTENTION_ROWS,
             mtp: None,
             p,
         })
+    }
+
+    /// Lets attention take at most `rows` rows at once, instead of [`ATTENTION_ROWS`]: for tests and measurements. Results do not depend on
+    /// it.
+    pub fn set_attention_rows(&mut self, rows: usize) {
+        self.attention_rows = rows.max(1);
     }
 
     /// What the last layer with an indexer selected in the last step: for tests and debugging.
@@ -78,19 +87,19 @@ impl<D: SparseOps + HyperOps + MoeOps> Model<D> for DeepseekV4<D> {
     }
 
     fn forward(&mut self, device: &D, plan: &BatchPlan, banks: &mut [D::Bank]) -> Result<(), ModelError> {
-        let step = device.step(plan, banks)?;
+        let steps = Steps::new(device, plan, banks, self.attention_rows)?;
         let p = &self.p;
-        device.embed(&step, &self.global.embedding, &mut self.scratch.x);
-        device.hyper_start(p.hyper.streams, &self.scratch.x, &mut self.streams);
+        device.embed(&steps.whole, &self.global.embedding, &mut self.scratch.y);
+        device.hyper_start(p.hyper.streams, &self.scratch.y, &mut self.streams);
         for (i, ((w, kind), slots)) in self.layers.iter().zip(&p.layers).zip(&self.slots).enumerate() {
             let next = self.layers.get(i + 1).map(|next| &next.attn_hyper);
             let layer = AttentionLayer { p, kind, w, slots, rotary: &self.rotary, numerics: self.numerics };
-            block::run(device, &step, &layer, &mut self.scratch, &mut self.streams, next);
+            block::run(device, &steps, &layer, &mut self.scratch, &mut self.streams, next);
         }
         if !plan.wanted.is_empty() {
             let g = &self.global;
             let head = Head { hyper: &g.head_hyper, norm: &g.norm, output: &g.output };
-            block::head(device, &step, p, &head, &mut self.scratch, &self.streams, &mut self.logits);
+            block::head(device, &steps.whole, p, &head, &mut self.scratch, &self.streams, &mut self.logits);
         }
         Ok(())
     }

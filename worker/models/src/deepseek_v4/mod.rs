@@ -11,7 +11,9 @@ mod mtp;
 mod params;
 mod session;
 mod state;
+mod steps;
 
 pub use forward::DeepseekV4;
 pub use mtp::{MtpAlignment, MtpSettings};
 pub use params::{LayerKind, Params};
+pub use steps::ATTENTION_ROWS;

@@ -6,6 +6,7 @@ use ds4_kernels::{BatchPlan, StateSpec};
 use super::{Base, MtpAlignment};
 use crate::ModelError;
 use crate::deepseek_v4::forward::DeepseekV4;
+use crate::deepseek_v4::steps::Steps;
 use crate::speculation::{DraftRequest, Drafter, MAX_DRAFTS};
 
 /// A sequence that is being guessed for.
@@ -51,7 +52,7 @@ impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
         for span in &plan.spans {
             device.bank_commit(&mut banks[span.bank], span.first_pos + span.rows)?;
         }
-        let step = device.step(plan, banks)?;
+        let steps = Steps::new(device, plan, banks, self.attention_rows)?;
         let Some(mtp) = &mut self.mtp else { return Ok(()) };
         let n = self.p.hyper.streams;
         match base_rows {
@@ -59,7 +60,7 @@ impl<D: SparseOps + HyperOps + MoeOps> DeepseekV4<D> {
             None => mtp.take_own(device, n, own_rows),
         }
         let base = Base { p: &self.p, global: &self.global, rotary: &self.rotary, numerics: self.numerics };
-        mtp.run(device, &step, &base, &mut self.scratch, !plan.wanted.is_empty());
+        mtp.run(device, &steps, &base, &mut self.scratch, !plan.wanted.is_empty());
         Ok(())
     }
 }

@@ -15,6 +15,7 @@ use super::block::{self, Head, Scratch};
 use super::forward::DeepseekV4;
 use super::params::{LayerKind, Params};
 use super::state::{LayerSlots, ring_type};
+use super::steps::Steps;
 use crate::ModelError;
 use crate::binder::Binder;
 use crate::speculation::MAX_DRAFTS;
@@ -134,10 +135,10 @@ impl<D: SparseOps + HyperOps + MoeOps> Mtp<D> {
     }
 
     /// Runs the block on the states taken and the step's tokens, one of each a row; logits of the wanted rows.
-    fn run(&mut self, device: &D, step: &D::Step, base: &Base<'_, D>, s: &mut Scratch<D>, wanted: bool) {
+    fn run(&mut self, device: &D, steps: &Steps<D>, base: &Base<'_, D>, s: &mut Scratch<D>, wanted: bool) {
         let Base { p, global, rotary, numerics } = *base;
         let (n, w) = (p.hyper.streams, &self.w);
-        device.embed(step, &global.embedding, &mut s.x);
+        device.embed(&steps.whole, &global.embedding, &mut s.x);
         device.rms_norm(&s.x, &w.embedding_norm, p.rms_eps, &mut s.normed);
         device.matmul(&s.normed, &mut [(&w.embedding, &mut s.y)]);
         device.hyper_start(n, &s.y, &mut self.streams);
@@ -145,10 +146,10 @@ impl<D: SparseOps + HyperOps + MoeOps> Mtp<D> {
         device.matmul(&self.split_normed, &mut [(&w.state, &mut self.split)]);
         device.hyper_join(n, &self.split, &mut self.streams);
         let layer = AttentionLayer { p, kind: &self.kind, w: &w.block, slots: &self.slots, rotary, numerics };
-        block::run(device, step, &layer, s, &mut self.streams, None);
+        block::run(device, steps, &layer, s, &mut self.streams, None);
         if wanted {
             let head = Head { hyper: &w.head_hyper, norm: &w.norm, output: &global.output };
-            block::head(device, step, p, &head, s, &self.streams, &mut self.logits);
+            block::head(device, &steps.whole, p, &head, s, &self.streams, &mut self.logits);
         }
     }
 }
