@@ -204,6 +204,11 @@ pub extern "C" fn cuCtxSetCurrent(context: usize) -> c_int {
 }
 
 #[unsafe(no_mangle)]
+pub extern "C" fn cuCtxSetLimit(_limit: c_int, _value: usize) -> c_int {
+    call("cuCtxSetLimit", true, |_| Ok(()))
+}
+
+#[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> c_int {
     call("cuCtxSynchronize", true, |state| state.streams.run_all(&state.memory))
 }
