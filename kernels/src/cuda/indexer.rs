@@ -176,7 +176,8 @@ mod tests {
 
     #[test]
     fn scores_take_no_more_memory_at_a_million_tokens() {
-        assert!(rows_at_once(2048) >= 2048 && rows_at_once(16_384) >= 2048);
+        // Models take long steps in parts of 512 rows: one launch each up to 192k tokens of ratio 4.
+        assert!(rows_at_once(2048) >= 2048 && rows_at_once(49_152) >= 512);
         for stride in [512, 2048, 16_384, 262_144] {
             let rows = rows_at_once(stride);
             assert!(rows.is_multiple_of(ROWS) && rows * stride * 4 <= SCORES, "{stride}");
