@@ -1,5 +1,5 @@
 //! A model's results do not depend on how its operations are started: early or one after the other, replayed as graphs or launched one by
-//! one. What is started too early, or reads what is not there yet, shows as other bits.
+//! one; nor on the steps that a prompt is computed in. What is started too early, or reads what is not there yet, shows as other bits.
 
 use ds4_kernels::BatchPlan;
 use ds4_kernels::ops::KvNumerics;
@@ -10,34 +10,39 @@ use serde_json::{Value, json};
 use crate::{Full, layers, row};
 
 const BANKS: usize = 16;
-/// A prompt in one chunk, and then decode steps of so many sequences, each often enough that its graphs are replayed.
-const PROMPT: usize = 700;
+/// A prompt in one chunk, which attention takes in parts, or in chunks that end elsewhere, and then decode steps of so many sequences, each
+/// often enough that its graphs are replayed.
+const PROMPT: usize = 1500;
+const WHOLE: &[usize] = &[PROMPT];
+const CHUNKS: [&[usize]; 2] = [&[512, 512, 476], &[1, 1100, 399]];
 const DECODE: [usize; 5] = [1, 4, 5, 8, BANKS];
 const STEPS: usize = 4;
 
 /// Every wanted row of logits, and what the first sequence keeps at the end.
-fn run<D: Full>(d: &D, model: &mut DeepseekV4<D>) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
+fn run<D: Full>(d: &D, model: &mut DeepseekV4<D>, prompt: &[usize]) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
     let mut banks: Vec<_> = (0..BANKS).map(|_| d.bank(model.state(), PROMPT + 100).unwrap()).collect();
     let mut done = [0usize; BANKS];
     let mut logits = Vec::new();
-    let mut step = |banks: &mut [D::Bank], done: &mut [usize], counts: &[usize]| {
+    let mut step = |banks: &mut [D::Bank], done: &mut [usize], counts: &[usize], wanted: bool| {
         let mut plan = BatchPlan::default();
         for (b, n) in counts.iter().enumerate().filter(|(_, n)| **n > 0) {
             let id = |i: usize| u32::try_from((i * 7919 + b * 104_729) as u64 % layers::VOCABULARY).unwrap();
             let ids: Vec<u32> = (done[b]..done[b] + n).map(id).collect();
             d.bank_commit(&mut banks[b], done[b] + n).unwrap();
-            plan.push(b, done[b], &ids, true);
+            plan.push(b, done[b], &ids, wanted);
             done[b] += n;
         }
-        let wanted = plan.wanted.len();
         model.forward(d, &plan, banks).unwrap();
-        logits.extend((0..wanted).map(|i| row(d, &*model, i)));
+        logits.extend((0..plan.wanted.len()).map(|i| row(d, &*model, i)));
     };
-    step(&mut banks, &mut done, &[PROMPT]);
-    step(&mut banks, &mut done, &[0, 5, 1, 130, 7, 3, 64, 2, 1, 9, 4, 4, 128, 1, 6, 40]);
+    for n in prompt {
+        let last = done[0] + n == PROMPT;
+        step(&mut banks, &mut done, &[*n], last);
+    }
+    step(&mut banks, &mut done, &[0, 5, 1, 130, 7, 3, 64, 2, 1, 9, 4, 4, 128, 1, 6, 40], true);
     for n in DECODE {
         for _ in 0..STEPS {
-            step(&mut banks, &mut done, &vec![1; n]);
+            step(&mut banks, &mut done, &vec![1; n], true);
         }
     }
     let slots = &model.state().slots;
@@ -57,20 +62,20 @@ pub(crate) fn check<D: Full>(d: &D) -> Value {
     for numerics in [KvNumerics::Reference, KvNumerics::Official] {
         let mut model = DeepseekV4::build(d, layers::all(), numerics).unwrap();
         d.starts(false, false);
-        let want = run(d, &mut model);
-        for (early, replayed) in [(true, true), (true, false), (false, true)] {
+        let want = run(d, &mut model, WHOLE);
+        let ways = [(true, true), (true, false), (false, true)].map(|(early, replayed)| (early, replayed, WHOLE));
+        for (early, replayed, prompt) in ways.into_iter().chain(CHUNKS.map(|chunks| (true, true, chunks))) {
             d.starts(early, replayed);
-            let got = run(d, &mut model);
+            let got = run(d, &mut model, prompt);
             d.starts(true, true);
+            let way = format!("{numerics:?}, early {early}, replayed {replayed}, prompt in {prompt:?}");
+            assert_eq!(got.0.len(), want.0.len(), "{way}");
             let other =
                 got.0.iter().zip(&want.0).position(|(a, b)| a.iter().zip(b).any(|(a, b)| a.to_bits() != b.to_bits()));
-            assert_eq!(other, None, "{numerics:?}, early {early}, replayed {replayed}: row of logits with other bits");
-            assert!(
-                got.1 == want.1,
-                "{numerics:?}, early {early}, replayed {replayed}: the sequence's state has other bits"
-            );
+            assert_eq!(other, None, "{way}: row of logits with other bits");
+            assert!(got.1 == want.1, "{way}: the sequence's state has other bits");
             rows += got.0.len();
         }
     }
-    json!({"ways": 4, "rows_bit_equal": rows})
+    json!({"ways": 6, "rows_bit_equal": rows})
 }
