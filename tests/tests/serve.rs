@@ -123,6 +123,30 @@ fn ctl_restart_and_drain_replace_the_worker() {
 }
 
 #[test]
+fn a_restart_under_load_finishes_what_waits_too() {
+    let sandbox = Sandbox::new();
+    let _server = serve(&sandbox, &["--max-batch", "1"]);
+    let before = ready(&sandbox);
+    let body = json!({"prompt": "Once upon a time", "max_tokens": 120, "temperature": 0, "ignore_eos": true});
+    let ends_with = || {
+        let mut stream = http::Stream::start(address(&before), "/v1/completions", &body);
+        std::iter::from_fn(|| stream.next_event()).last().unwrap_or_default()
+    };
+    let finished = std::thread::scope(|scope| {
+        let requests: Vec<_> = (0..4).map(|_| scope.spawn(ends_with)).collect();
+        wait_for("a queue", START, || {
+            let status = sandbox.try_ctl(&["status"]).ok()?;
+            (status["worker"]["running"] == 1 && status["worker"]["queued"] == 3).then_some(())
+        });
+        assert_eq!(sandbox.ctl(&["restart"])["old_pid"], before["worker"]["pid"]);
+        requests.into_iter().map(|r| r.join().unwrap()).collect::<Vec<_>>()
+    });
+    for last in finished {
+        assert_eq!(last["choices"][0]["finish_reason"], "length", "{last}");
+    }
+}
+
+#[test]
 fn a_killed_owner_is_started_again_and_the_worker_moves_to_its_copy() {
     let sandbox = Sandbox::new();
     let server = serve(&sandbox, &[]);

@@ -32,7 +32,7 @@ pub struct Cli {
 const EXIT_CODES: &str = "Exit codes: 0 drained; 1 fatal error; 2 bad usage, configuration or address in use; 3 no weight \
     owner, or it refused; 4 the model was refused; 5 not enough memory; 6 the self-test failed; \
     71 the CUDA device failed (start again: the weights are still there).\n\nSIGTERM or Ctrl-C \
-    drains: running requests are finished (--drain-deadline); a second one ends at once.";
+    drains: running and waiting requests are finished (--drain-deadline); a second one ends at once.";
 
 /// Every key; a missing one has the default that `--print-config` shows.
 #[derive(clap::Args, serde::Serialize, serde::Deserialize, Clone, Debug, Default)]
@@ -99,7 +99,7 @@ pub struct Flags {
     /// Replay the launches of decode steps as graphs (CUDA devices only); false: start every kernel by itself, for profilers
     #[arg(long, env = "DS4_CUDA_GRAPHS", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub cuda_graphs: Option<bool>,
-    /// Time that running requests have to finish on SIGTERM or drain
+    /// Time that running and waiting requests have to finish on SIGTERM or drain
     #[arg(long, env = "DS4_WORKER_DRAIN_DEADLINE", value_name = "SECONDS")]
     pub drain_deadline: Option<u32>,
     /// A client that takes nothing of its answer for this long is dropped

@@ -16,7 +16,7 @@ use crate::serve::process::Target;
 /// `ds4 ctl restart`.
 #[derive(clap::Args)]
 pub struct RestartArgs {
-    /// Seconds that running requests may take [default: the worker's]
+    /// Seconds that running and waiting requests may take [default: the worker's]
     #[arg(long, value_name = "SECONDS")]
     deadline: Option<u32>,
     /// Seconds to wait for the successor after the old worker has gone

@@ -57,7 +57,7 @@ enum CtlCommand {
     Restart(lifecycle::RestartArgs),
     /// Let the worker finish its requests and exit (a supervisor starts its successor)
     Drain {
-        /// Seconds that running requests may take [default: the worker's]
+        /// Seconds that running and waiting requests may take [default: the worker's]
         #[arg(long, value_name = "SECONDS")]
         deadline: Option<u32>,
     },

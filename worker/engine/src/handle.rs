@@ -141,7 +141,7 @@ impl EngineHandle {
         }
     }
 
-    /// Refuses new and waiting requests from now on (`Draining`), lets running ones finish for at most `deadline`, then
+    /// Refuses new requests from now on (`Draining`), lets running and waiting ones finish for at most `deadline`, then
     /// ends them with `Failed(Draining)` and stops the thread. Returns at once; await [`EngineHandle::stopped`].
     pub fn drain(&self, deadline: Duration) {
         self.shared.state.send_if_modified(|state| {

@@ -213,19 +213,14 @@ impl<D: Device> Scheduler<D> {
         });
     }
 
-    /// True when a drain, or the departure of every handle, has nothing left to wait for. What waits in the queue of a
-    /// draining worker is refused at once, so that its client can go to the successor.
-    fn drained(&mut self) -> bool {
-        if let Some(deadline) = self.drain {
-            let stats = &self.shared.stats;
-            for submission in self.queue.drain(..) {
-                stats.release_queue_slot();
-                add(&stats.failed, 1);
-                submission.events.send(Event::Failed(EngineError::Draining));
-            }
-            return self.active.is_empty() || Instant::now() >= deadline;
+    /// True when a drain, or the departure of every handle, has nothing left to wait for. What waits in the queue is served
+    /// in a drain too: a stream has had its 200 by then, so that its client could not be sent to the successor.
+    fn drained(&self) -> bool {
+        let idle = self.active.is_empty() && self.queue.is_empty();
+        match self.drain {
+            Some(deadline) => idle || Instant::now() >= deadline,
+            None => self.abandoned && idle,
         }
-        self.abandoned && self.active.is_empty() && self.queue.is_empty()
     }
 
     fn admit(&mut self) {

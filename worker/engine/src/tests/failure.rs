@@ -119,7 +119,7 @@ fn memory_refused_to_one_request_does_not_harm_another() {
 }
 
 #[test]
-fn drain_finishes_what_runs_and_refuses_what_waits() {
+fn drain_finishes_what_runs_and_what_waits_and_refuses_what_comes() {
     let (gate, before) = gate();
     let engine = start(MockModel::hashing().before(before), EngineConfig { max_batch: 1, ..small() });
     let running = engine.submit(request(&[1, 2], 10)).unwrap();
@@ -129,8 +129,8 @@ fn drain_finishes_what_runs_and_refuses_what_waits() {
     assert_eq!(engine.submit(request(&[5], 1)).unwrap_err(), EngineError::Draining);
     assert_eq!(engine.state(), EngineState::Draining);
     drop(gate);
-    assert_eq!(hear(waiting).error(), EngineError::Draining);
     assert_eq!(hear(running).tokens.len(), 10);
+    assert_eq!(hear(waiting).tokens, alone(request(&[3, 4], 10)).tokens);
     assert_eq!(stopped(&engine), EngineState::Stopped);
     engine.join();
 }
@@ -141,13 +141,16 @@ fn a_drain_ends_at_its_deadline() {
         std::thread::sleep(Duration::from_millis(5));
         Ok(())
     }));
-    let engine = start(model, small());
+    let engine = start(model, EngineConfig { max_batch: 1, ..small() });
     let endless = engine.submit(request(&[1, 2], 2000)).unwrap();
+    let waiting = engine.submit(request(&[3, 4], 10)).unwrap();
     eventually(&engine, "running", |s| s.decode_tokens > 2);
     let asked = Instant::now();
     engine.drain(Duration::from_millis(60));
-    let heard = hear(endless);
-    assert_eq!(heard.error(), EngineError::Draining);
+    for cut in [endless, waiting] {
+        assert_eq!(hear(cut).error(), EngineError::Draining);
+    }
+    assert_eq!(engine.stats().queued, 0);
     assert!(asked.elapsed() < Duration::from_secs(2));
     assert_eq!(stopped(&engine), EngineState::Stopped);
 }
