@@ -212,6 +212,48 @@ fn simultaneous_answers_equal_answers_alone_streamed_or_not() {
 }
 
 #[test]
+fn a11_an_answer_is_held_to_its_schema() {
+    let (_sandbox, _owner, worker) = served(&[]);
+    let schema = json!({"type": "object", "additionalProperties": false, "required": ["name", "population", "rivers"],
+        "properties": {"name": {"type": "string", "maxLength": 20}, "population": {"type": "integer", "minimum": 0, "maximum": 99_999_999},
+            "rivers": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 3}}});
+    let ask = |more: serde_json::Value| {
+        let mut body = json!({"messages": [{"role": "user", "content": "Tell me of Paris."}], "max_tokens": 400});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let (status, answer) = post(&worker.http, "/v1/chat/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop", "{answer}");
+        let text = answer["choices"][0]["message"]["content"].as_str().unwrap().to_string();
+        serde_json::from_str::<serde_json::Value>(&text).unwrap_or_else(|e| panic!("{e}: {text}"))
+    };
+    let strict = json!({"type": "json_schema", "json_schema": {"name": "city", "strict": true, "schema": schema}});
+    let mut said = Vec::new();
+    for more in [
+        json!({"temperature": 0}),
+        json!({"temperature": 0}),
+        json!({"seed": 1}),
+        json!({"seed": 2, "top_p": 0.8, "frequency_penalty": 0.5}),
+        json!({"seed": 3, "top_k": 20, "logprobs": true}),
+    ] {
+        let mut more = more;
+        more["response_format"] = strict.clone();
+        let city = ask(more);
+        assert!(city["name"].is_string() && city["population"].is_i64(), "{city}");
+        assert!(city["rivers"].as_array().unwrap().iter().all(serde_json::Value::is_string), "{city}");
+        assert_eq!(city.as_object().unwrap().len(), 3, "{city}");
+        said.push(city);
+    }
+    assert_eq!(said[0], said[1], "the same request, the same answer");
+    // A small model may not find the end of an object that it is free to choose; up to there it is one.
+    let body = json!({"messages": [{"role": "user", "content": "Tell me of Paris."}], "max_tokens": 200, "temperature": 0,
+        "response_format": {"type": "json_object"}});
+    let (_, answer) = post(&worker.http, "/v1/chat/completions", &body);
+    let text = answer["choices"][0]["message"]["content"].as_str().unwrap();
+    let cut = serde_json::from_str::<serde_json::Value>(text).err();
+    assert!(text.starts_with('{') && cut.is_none_or(|e| e.is_eof()), "{text}");
+}
+
+#[test]
 fn a_drained_worker_finishes_what_runs_and_refuses_what_comes() {
     let (sandbox, _owner, mut worker) = served(&[]);
     let body = json!({"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": true});

@@ -158,6 +158,63 @@ fn deepseek_v4_calls_a_tool_over_http_and_goes_on_with_its_result() {
 }
 
 #[test]
+fn deepseek_v4_t8_answers_follow_their_schemas_after_the_reasoning() {
+    let sandbox = Sandbox::new();
+    let _owner = owner(&sandbox);
+    let worker = sandbox.worker(&["--ctx", "2048"]);
+    let schema = json!({"type": "object", "additionalProperties": false, "required": ["ok", "colour"],
+        "properties": {"ok": {"type": "boolean"}, "colour": {"enum": ["red", "green", "blue"]}}});
+    for (thinking, temperature, seed) in [(false, 0.0, 1), (false, 1.0, 2), (false, 1.0, 3), (true, 1.0, 4)] {
+        // At once the model wants to end: what it thinks then ends, and the answer only when it is whole.
+        let body = json!({"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 800, "thinking": thinking,
+            "temperature": temperature, "seed": seed, "logit_bias": {"1": 100},
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": true, "schema": schema}}});
+        let (status, answer) = http::post(&worker.http, "/v1/chat/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["finish_reason"], "stop", "{choice}");
+        let text = choice["message"]["content"].as_str().unwrap();
+        let said: serde_json::Value = serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
+        assert!(
+            said["ok"].is_boolean() && ["red", "green", "blue"].contains(&said["colour"].as_str().unwrap()),
+            "{said}"
+        );
+        assert_eq!(said.as_object().unwrap().len(), 2, "{said}");
+    }
+}
+
+#[test]
+fn deepseek_v4_strict_calls_have_the_arguments_that_their_schema_asks_for() {
+    let sandbox = Sandbox::new();
+    let _owner = owner(&sandbox);
+    let worker = sandbox.worker(&["--ctx", "2048"]);
+    let tool = |name: &str| {
+        json!({"type": "function", "function": {"name": name, "strict": true, "parameters": {"type": "object",
+            "additionalProperties": false, "required": ["mode", "force", "level"], "properties": {
+                "mode": {"type": "string", "enum": ["fast", "safe"]}, "force": {"type": "boolean"},
+                "level": {"anyOf": [{"const": 3}, {"type": "null"}]}}}}})
+    };
+    for (choice, temperature, seed) in [("required", 0.0, 1), ("required", 1.0, 2), ("required", 1.5, 3)] {
+        let body = json!({"messages": [{"role": "user", "content": "Go."}], "max_tokens": 800, "thinking": false, "seed": seed,
+            "temperature": temperature, "tools": [tool("run"), tool("walk")], "tool_choice": choice, "parallel_tool_calls": false});
+        let (status, answer) = http::post(&worker.http, "/v1/chat/completions", &body);
+        assert_eq!(status, 200, "{answer}");
+        let choice = &answer["choices"][0];
+        assert_eq!(choice["finish_reason"], "tool_calls", "{choice}");
+        let call = &choice["message"]["tool_calls"][0]["function"];
+        assert!(["run", "walk"].contains(&call["name"].as_str().unwrap()), "{call}");
+        let arguments: serde_json::Value = serde_json::from_str(call["arguments"].as_str().unwrap()).unwrap();
+        assert!(["fast", "safe"].contains(&arguments["mode"].as_str().unwrap()), "{arguments}");
+        assert!(arguments["force"].is_boolean(), "{arguments}");
+        assert!(
+            arguments["level"] == 3 || arguments.get("level").is_some_and(serde_json::Value::is_null),
+            "{arguments}"
+        );
+        assert_eq!(arguments.as_object().unwrap().len(), 3, "{arguments}");
+    }
+}
+
+#[test]
 fn deepseek_v4_reasoning_is_told_from_the_answer() {
     let sandbox = Sandbox::new();
     let _owner = owner(&sandbox);

@@ -58,6 +58,8 @@ impl Backend for Serving {
 
     fn render(&self, input: &ChatInput) -> Result<Prompt, PromptError> {
         let template = self.template.as_ref().ok_or(PromptError::NoTemplate)?;
+        // First: what cannot be honoured is refused before a long conversation is tokenised.
+        let format = template.answer_format(input, &self.tokenizer)?;
         let prompt = template.render(input).map_err(|e| match e {
             TextError::Refused { reason } => PromptError::Template(reason),
             e => PromptError::Template(e.to_string()),
@@ -65,7 +67,7 @@ impl Backend for Serving {
         let tokens = prompt
             .encode_up_to(&self.tokenizer, self.limit())
             .map_err(|e| PromptError::TooLong { at_least: e.at_least })?;
-        Ok(Prompt { tokens, format: template.answer_format(input, &self.tokenizer) })
+        Ok(Prompt { tokens, format })
     }
 
     fn token_bytes(&self, token: u32) -> Vec<u8> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ds4_engine::{EngineError, EngineStats, Event, GenerateRequest};
-use ds4_text::{AnswerFormat, ChatAbilities, ChatInput};
+use ds4_text::{AnswerFormat, ChatAbilities, ChatInput, Unenforceable};
 use futures_util::stream::BoxStream;
 
 /// What is served, as `/v1/models`, `/v1/stats` and the parsers need it.
@@ -65,6 +65,9 @@ pub enum PromptError {
     /// The model has no chat template.
     #[error("this model has no chat template; use /v1/completions")]
     NoTemplate,
+    /// Its answer cannot be held to its schema.
+    #[error(transparent)]
+    Schema(#[from] Unenforceable),
     /// So long that it was not tokenised to its end.
     #[error("the prompt has at least {at_least} tokens")]
     TooLong {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ds4_text::{ChatAbilities, ChatInput};
+use ds4_text::ChatInput;
 use serde_json::{Value, json};
 
 use crate::backend::Backend;
@@ -32,7 +32,7 @@ pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Resul
     if fields.take::<Vec<String>>("modalities", "an array of strings")?.is_some_and(|m| m.iter().any(|m| m != "text")) {
         return Err(ApiError::unsupported("modalities", "`modalities`: only `text` is available on this server"));
     }
-    let response_format = response_format(&mut fields, model.abilities)?;
+    let format = response_format(&mut fields)?;
     let tools = tools(&mut fields, model.abilities)?;
     let thinking = thinking(&mut fields, model)?;
     let common = Common::parse(&mut fields, model)?;
@@ -44,7 +44,8 @@ pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Resul
         tool_choice: tools.choice,
         single_call: tools.single,
         thinking,
-        response_format,
+        response_format: format.schema,
+        response_strict: format.strict,
         ..ChatInput::of(messages)
     };
     let prompt = backend.render(&input).map_err(|e| prompt_error(e, backend))?;
@@ -52,27 +53,28 @@ pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Resul
     Ok(Job { common, prompts: vec![prompt.tokens], format: prompt.format, logprobs, echo: None })
 }
 
-/// The schema that the answer is to follow. A format that the model's prompt has no place for is refused: an answer that
-/// ignores it would look like one that honours it.
-pub(crate) fn response_format(fields: &mut Fields<'_>, abilities: ChatAbilities) -> Result<Option<Value>, ApiError> {
+/// What the answer is to follow.
+#[derive(Debug, Default, PartialEq)]
+pub(crate) struct Format {
+    /// A JSON schema; `None`: the answer is free.
+    pub schema: Option<Value>,
+    /// It must be enforced, and not only asked for.
+    pub strict: bool,
+}
+
+/// Reads `response_format`.
+pub(crate) fn response_format(fields: &mut Fields<'_>) -> Result<Format, ApiError> {
     const AT: &str = "response_format";
-    let Some(raw) = fields.raw(AT) else { return Ok(None) };
+    let Some(raw) = fields.raw(AT) else { return Ok(Format::default()) };
     if !raw.starts_with('{') {
         return Err(wrong_type(AT, "an object with a `type`", raw));
     }
     let mut format = object(raw, AT)?;
     let kind = required(&mut format, "type", AT)?;
-    if kind != "text" && !abilities.response_format {
-        let kind: String = kind.chars().take(32).collect();
-        return Err(ApiError::unsupported(
-            AT,
-            format!("`{AT}` of type `{kind}`: only `text` is available for this model on this surface"),
-        ));
-    }
-    let schema = match kind.as_str() {
-        "text" => None,
-        "json_object" => Some(json!({"type": "object"})),
-        "json_schema" => Some(schema(&mut format)?),
+    let found = match kind.as_str() {
+        "text" => Format::default(),
+        "json_object" => Format { schema: Some(json!({"type": "object"})), strict: true },
+        "json_schema" => schema(&mut format)?,
         other => {
             let other: String = other.chars().take(32).collect();
             let rule = "must be text, json_object or json_schema";
@@ -80,25 +82,17 @@ pub(crate) fn response_format(fields: &mut Fields<'_>, abilities: ChatAbilities)
         }
     };
     format.finish().map_err(|e| under(AT, e))?;
-    Ok(schema)
+    Ok(found)
 }
 
 /// The schema of a `json_schema` format.
-fn schema(format: &mut Fields<'_>) -> Result<Value, ApiError> {
+fn schema(format: &mut Fields<'_>) -> Result<Format, ApiError> {
     const AT: &str = "response_format.json_schema";
     let Some(raw) = format.raw("json_schema") else { return Err(crate::tools::missing(AT)) };
     let mut named = object(raw, AT)?;
     required(&mut named, "name", AT)?;
     named.string("description").map_err(|e| under(AT, e))?;
-    if named.bool("strict").map_err(|e| under(AT, e))? == Some(true) {
-        let at = format!("{AT}.strict");
-        return Err(ApiError::unsupported(
-            at.clone(),
-            format!(
-                "`{at}`: the model is shown the schema and is not held to it; leave `strict` out and check the answer"
-            ),
-        ));
-    }
+    let strict = named.bool("strict").map_err(|e| under(AT, e))? == Some(true);
     let at = format!("{AT}.schema");
     let schema = match named.raw("schema") {
         Some(raw) if raw.starts_with('{') => {
@@ -108,7 +102,7 @@ fn schema(format: &mut Fields<'_>) -> Result<Value, ApiError> {
         None => return Err(crate::tools::missing(&at)),
     };
     named.finish().map_err(|e| under(AT, e))?;
-    Ok(schema)
+    Ok(Format { schema: Some(schema), strict })
 }
 
 fn logprobs(fields: &mut Fields<'_>) -> Result<Option<u32>, ApiError> {
@@ -136,8 +130,6 @@ mod tests {
     #[test]
     fn a11_what_cannot_be_honoured_is_refused_by_name() {
         let cases = [
-            (r#""response_format":{"type":"json_object"}"#, "response_format"),
-            (r#""response_format":{"type":"json_schema","json_schema":{}}"#, "response_format"),
             (r#""tools":[{"type":"function"}]"#, "tools"),
             (r#""tool_choice":"required""#, "tool_choice"),
             (r#""functions":[{}]"#, "functions"),
@@ -157,16 +149,20 @@ mod tests {
     }
 
     #[test]
-    fn deepseek_v4_answer_schemas() {
-        const V4: ChatAbilities = ChatAbilities { tools: true, reasoning: true, response_format: true };
+    fn answer_schemas() {
         let read = |value: &str| {
             let body = format!("{{\"response_format\":{value}}}");
-            response_format(&mut Fields::parse(body.as_bytes(), 16)?, V4)
+            response_format(&mut Fields::parse(body.as_bytes(), 16)?)
         };
-        assert_eq!(read(r#"{"type":"text"}"#), Ok(None));
-        assert_eq!(read(r#"{"type":"json_object"}"#), Ok(Some(json!({"type": "object"}))));
-        let schema = r#"{"type":"json_schema","json_schema":{"name":"n","strict":false,"schema":{"b":1,"a":2}}}"#;
-        assert_eq!(read(schema).unwrap().unwrap().to_string(), r#"{"b":1,"a":2}"#, "in the client's order");
+        assert_eq!(read(r#"{"type":"text"}"#), Ok(Format::default()));
+        let object = Format { schema: Some(json!({"type": "object"})), strict: true };
+        assert_eq!(read(r#"{"type":"json_object"}"#), Ok(object));
+        for strict in [false, true] {
+            let schema = r#"{"type":"json_schema","json_schema":{"name":"n","strict":STRICT,"schema":{"b":1,"a":2}}}"#;
+            let read = read(&schema.replace("STRICT", &strict.to_string())).unwrap();
+            assert_eq!(read.schema.unwrap().to_string(), r#"{"b":1,"a":2}"#, "in the client's order");
+            assert_eq!(read.strict, strict);
+        }
         for (value, param, code) in [
             ("3", "response_format", "invalid_type"),
             ("{}", "response_format.type", "missing_required_parameter"),
@@ -178,9 +174,9 @@ mod tests {
                 "missing_required_parameter",
             ),
             (
-                r#"{"type":"json_schema","json_schema":{"name":"n","schema":{},"strict":true}}"#,
+                r#"{"type":"json_schema","json_schema":{"name":"n","schema":{},"strict":1}}"#,
                 "response_format.json_schema.strict",
-                "unsupported_parameter",
+                "invalid_type",
             ),
             (r#"{"type":"json_object","x":1}"#, "response_format.x", "unknown_parameter"),
         ] {

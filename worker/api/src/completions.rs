@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use ds4_text::ChatAbilities;
-
 use crate::backend::Backend;
 use crate::chat::response_format;
 use crate::error::ApiError;
@@ -21,7 +19,10 @@ const DEFAULT_MAX_TOKENS: usize = 16;
 pub fn parse(body: &[u8], max_depth: usize, backend: &Arc<dyn Backend>) -> Result<Job, ApiError> {
     let mut fields = Fields::parse(body, max_depth)?;
     check_model(&mut fields, backend.model())?;
-    response_format(&mut fields, ChatAbilities::default())?;
+    if response_format(&mut fields)?.schema.is_some() {
+        let why = "`response_format`: only `text` is available on this surface; use /v1/chat/completions";
+        return Err(ApiError::unsupported("response_format", why));
+    }
     // A hint of chat that clients send along.
     fields.ignore(&["parallel_tool_calls"]);
     fields.refuse("suffix", &["\"\""], "the served model cannot fill in the middle")?;

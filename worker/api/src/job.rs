@@ -88,6 +88,13 @@ pub fn prompt_error(e: PromptError, backend: &Arc<dyn Backend>) -> ApiError {
     match e {
         PromptError::Template(_) => ApiError::field("invalid_messages", "messages", message),
         PromptError::NoTemplate => ApiError::field("no_chat_template", "messages", message),
+        PromptError::Schema(e) => {
+            let at = match e.tool {
+                Some(i) => format!("tools[{i}].function.parameters"),
+                None => "response_format.json_schema.schema".into(),
+            };
+            ApiError::unsupported(at.clone(), format!("`{at}`: {message}"))
+        }
         PromptError::TooLong { at_least } => ApiError::context_exceeded(at_least, backend.model().context, true),
     }
 }

@@ -205,8 +205,8 @@ fn part(raw: &str, at: &str, result: bool) -> Result<Value, ApiError> {
 mod tests {
     use super::*;
 
-    const PLAIN: ChatAbilities = ChatAbilities { tools: false, reasoning: false, response_format: false };
-    const V4: ChatAbilities = ChatAbilities { tools: true, reasoning: true, response_format: true };
+    const PLAIN: ChatAbilities = ChatAbilities { tools: false, reasoning: false };
+    const V4: ChatAbilities = ChatAbilities { tools: true, reasoning: true };
 
     fn read(list: &str, abilities: ChatAbilities) -> Result<Vec<ChatMessage>, ApiError> {
         let body = format!(r#"{{"messages":{list}}}"#);

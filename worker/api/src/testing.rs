@@ -267,7 +267,7 @@ impl Backend for Script {
     fn render(&self, input: &ChatInput) -> Result<Prompt, PromptError> {
         if let Some(text) = self.text {
             let prompt = text.template.render(input).map_err(|e| PromptError::Template(e.to_string()))?;
-            let format = text.template.answer_format(input, &text.tokenizer);
+            let format = text.template.answer_format(input, &text.tokenizer)?;
             return Ok(Prompt { tokens: prompt.encode(&text.tokenizer), format });
         }
         let mut text = String::new();

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ds4_text::{Part, Piece, PlainReader, Read, Reader, Steer};
+use ds4_text::{ConstraintError, Part, Piece, PlainReader, Read, Reader, Steer};
 
 use ds4_kernels::ops::RowQuery;
 use ds4_models::speculation::Sequence;
@@ -144,8 +144,31 @@ impl Active {
         self.request.logprobs.map_or(Some(q), |k| with_logprobs(q, k as usize))
     }
 
-    /// Chooses the next token, from what is known of the row if that is enough.
-    fn choose(&mut self, row: &mut Row<'_>, scratch: &mut Scratch) -> Option<u32> {
+    /// Chooses the next token, from what is known of the row if that is enough. Where the answer is held to a grammar, what was
+    /// chosen as ever is asked about first: most of the time it is permitted, and then neither the row nor a mask is needed.
+    fn choose(&mut self, row: &mut Row<'_>, scratch: &mut Scratch) -> Result<Option<u32>, ConstraintError> {
+        let counted = self.reader.steer() == Steer::Free;
+        let Some(token) = self.choose_freely(row, scratch) else { return Ok(None) };
+        let Some(constraint) = self.reader.constraint() else { return Ok(Some(token)) };
+        if constraint.permits(token)? {
+            return Ok(Some(token));
+        }
+        let mut held = std::mem::take(&mut scratch.held);
+        held.clear();
+        held.extend_from_slice(row.whole());
+        constraint.restrict(&mut held)?;
+        let token = if counted {
+            self.sampler.uncount();
+            self.sampler.sample(&mut held, scratch)
+        } else {
+            self.sampler.best(&mut held, scratch)
+        };
+        scratch.held = held;
+        Ok(token)
+    }
+
+    /// Chooses the next token, whatever the answer is held to.
+    fn choose_freely(&mut self, row: &mut Row<'_>, scratch: &mut Scratch) -> Option<u32> {
         let steer = self.reader.steer();
         if let Steer::Force(token) = steer {
             return Some(token).filter(|t| usize::try_from(*t).is_ok_and(|t| t < row.width));
@@ -169,10 +192,11 @@ impl Active {
             let position = self.request.prompt.len() + self.generated - 1;
             self.events.send(Event::Logits { position, row: row.raw().to_vec() });
         }
-        let drawn = self.choose(row, scratch);
-        let Some(mut token) = drawn else {
-            let why = "the model gave no finite logit for this sequence".into();
-            return Outcome::Broken(Event::Failed(EngineError::Internal(why)));
+        let broken = |why: String| Outcome::Broken(Event::Failed(EngineError::Internal(why)));
+        let mut token = match self.choose(row, scratch) {
+            Ok(Some(token)) => token,
+            Ok(None) => return broken("the model gave no finite logit for this sequence".into()),
+            Err(e) => return broken(format!("the answer cannot be held to its grammar any further: {e}")),
         };
         let now = Instant::now();
         if self.generated == 0 {

@@ -81,6 +81,7 @@ impl Device for MockDevice {
     type Step = ();
     /// The tokens that the bank held.
     type Checkpoint = Vec<u32>;
+    type Room = ();
 
     fn describe(&self) -> String {
         "mock".into()
@@ -155,6 +156,14 @@ impl Device for MockDevice {
     fn buffer(&self, _: usize) -> Vec<f32> {
         Vec::new()
     }
+
+    fn room(&self) {}
+
+    fn buffer_in(&self, (): &(), _: usize) -> Vec<f32> {
+        Vec::new()
+    }
+
+    fn turn(&self, (): &()) {}
 
     fn step(&self, _: &BatchPlan, _: &mut [MockBank]) -> Result<(), DeviceError> {
         Ok(())

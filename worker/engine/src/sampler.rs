@@ -27,6 +27,8 @@ pub struct Scratch {
     pub(crate) weights: Vec<f32>,
     buckets: Vec<f64>,
     undo: Vec<(u32, f32)>,
+    /// A row with what a grammar refuses left out.
+    pub(crate) held: Vec<f32>,
 }
 
 /// The sampling state of one request.
@@ -37,6 +39,8 @@ pub struct Sampler {
     /// Times that a token was generated; prompt tokens are present with 0 when a repetition penalty needs them.
     counts: HashMap<u32, u32>,
     pub(crate) penalised: bool,
+    /// The latest note of a token, and what was noted of it before.
+    noted: Option<(u32, Option<u32>)>,
 }
 
 impl Sampler {
@@ -47,7 +51,7 @@ impl Sampler {
         let repetition = params.repetition_penalty != 1.0;
         let penalised = repetition || params.frequency_penalty != 0.0 || params.presence_penalty != 0.0;
         let counts = if repetition { prompt.iter().map(|&t| (t, 0)).collect() } else { HashMap::new() };
-        Self { params, rng: ChaCha8Rng::seed_from_u64(seed), counts, penalised }
+        Self { params, rng: ChaCha8Rng::seed_from_u64(seed), counts, penalised, noted: None }
     }
 
     /// Draws a token. `logits` is as the model gave it, NaN aside (see [`select::sanitise`]), and is left unchanged.
@@ -116,7 +120,18 @@ impl Sampler {
     /// Takes note of a token that was drawn.
     pub(crate) fn count(&mut self, token: u32) {
         if self.penalised {
-            *self.counts.entry(token).or_insert(0) += 1;
+            let before = self.counts.get(&token).copied();
+            self.counts.insert(token, before.unwrap_or(0) + 1);
+            self.noted = Some((token, before));
+        }
+    }
+
+    /// Takes back the latest note: the token that was drawn is not taken.
+    pub(crate) fn uncount(&mut self) {
+        match self.noted.take() {
+            Some((token, Some(before))) => drop(self.counts.insert(token, before)),
+            Some((token, None)) => drop(self.counts.remove(&token)),
+            None => {}
         }
     }
 

@@ -5,6 +5,7 @@
 
 use std::fmt::Debug;
 
+use crate::constraint::Constraint;
 use crate::stream::TextStream;
 
 /// A piece of an answer. Pieces come in the order in which they were generated.
@@ -73,6 +74,11 @@ pub trait Reader: Send {
     /// How the token after those pushed is to be chosen.
     fn steer(&self) -> Steer<'_>;
 
+    /// What the token after those pushed is held to, beside [`Reader::steer`].
+    fn constraint(&mut self) -> Option<&mut Constraint> {
+        None
+    }
+
     /// The token to take in place of one that would end the answer now, when it must not end yet.
     fn instead_of_end(&self) -> Option<u32>;
 
@@ -88,6 +94,47 @@ pub trait AnswerFormat: Debug + Send + Sync {
     /// Whether answers are likely to hold syntax, in which the sampler has no choice ([`Steer`]): calls of tools on offer.
     fn has_syntax(&self) -> bool {
         true
+    }
+}
+
+/// Plain answers that are held to a grammar from their first token on.
+impl AnswerFormat for Constraint {
+    fn reader(&self, stops: Vec<Vec<u8>>) -> Box<dyn Reader> {
+        Box::new(HeldReader { plain: PlainReader::new(stops), constraint: self.clone() })
+    }
+
+    fn has_syntax(&self) -> bool {
+        false
+    }
+}
+
+struct HeldReader {
+    plain: PlainReader,
+    constraint: Constraint,
+}
+
+impl Reader for HeldReader {
+    fn push(&mut self, token: u32, bytes: &[u8], control: bool) -> Read {
+        self.constraint.take(token);
+        let mut read = self.plain.push(token, bytes, control);
+        read.ended |= self.constraint.complete();
+        read
+    }
+
+    fn steer(&self) -> Steer<'_> {
+        Steer::Free
+    }
+
+    fn constraint(&mut self) -> Option<&mut Constraint> {
+        Some(&mut self.constraint)
+    }
+
+    fn instead_of_end(&self) -> Option<u32> {
+        None
+    }
+
+    fn finish(&mut self, cut: bool) -> Read {
+        self.plain.finish(cut)
     }
 }
 

@@ -1,10 +1,13 @@
 //! The tokenizer of a model, built from its metadata.
 
+use std::sync::OnceLock;
+
 use aho_corasick::{AhoCorasick, MatchKind};
 use ds4_manifests::Metadata;
 
 use crate::bpe::Merger;
 use crate::char_class;
+use crate::constraint::{ConstraintError, Grammars};
 use crate::deepseek_v4;
 use crate::error::TextError;
 use crate::pre_tokenizer::PreTokenizer;
@@ -65,6 +68,8 @@ pub struct Tokenizer {
     bos: Option<u32>,
     add_bos: bool,
     longest: usize,
+    /// Built when the first answer is to be held to a grammar.
+    grammars: OnceLock<Result<Grammars, ConstraintError>>,
 }
 
 /// Control tokens that end a generation in some model family, by their string.
@@ -84,7 +89,8 @@ const END_OF_GENERATION: &[&str] = &[
 ];
 
 impl Tokenizer {
-    /// Builds the tokenizer from the `tokenizer.ggml.*` keys. It is ready when this returns; nothing is built later.
+    /// Builds the tokenizer from the `tokenizer.ggml.*` keys. It is ready when this returns; only what holds answers to
+    /// grammars is built at the first of these.
     ///
     /// # Errors
     /// A tokenizer model or a pre-tokenizer that is not implemented, by name; missing keys; a vocabulary and merges that
@@ -129,7 +135,19 @@ impl Tokenizer {
         let user_defined = Fixed::new(&vocabulary, vocabulary.ids(Kind::UserDefined))?;
         let add_bos = m.bool("tokenizer.ggml.add_bos_token").unwrap_or(false);
         let longest = vocabulary.longest().max(1);
-        Ok(Self { vocabulary, pre_tokenizer, merger, specials, user_defined, eog, eos, bos, add_bos, longest })
+        Ok(Self {
+            vocabulary,
+            pre_tokenizer,
+            merger,
+            specials,
+            user_defined,
+            eog,
+            eos,
+            bos,
+            add_bos,
+            longest,
+            grammars: OnceLock::new(),
+        })
     }
 
     /// Token ids of `text`. No BOS is added: see [`Tokenizer::add_bos`].
@@ -218,6 +236,16 @@ impl Tokenizer {
     /// True for tokens that end a generation: end of sequence, of turn, of message.
     pub fn is_eog(&self, id: u32) -> bool {
         self.eog.binary_search(&id).is_ok()
+    }
+
+    /// All of these, ascending.
+    pub(crate) fn eog(&self) -> &[u32] {
+        &self.eog
+    }
+
+    /// What holds answers of this vocabulary to grammars.
+    pub(crate) fn grammars(&self) -> Result<&Grammars, ConstraintError> {
+        self.grammars.get_or_init(|| Grammars::new(self)).as_ref().map_err(Clone::clone)
     }
 
     /// The end-of-sequence token.

@@ -335,13 +335,40 @@ async fn deepseek_v4_a_whole_conversation_becomes_its_prompt() {
 }
 
 #[tokio::test]
+async fn deepseek_v4_schemas_that_cannot_be_enforced_are_refused_by_name() {
+    let server = server("Fine.").await;
+    let tool = |name: &str, parameters: &str| {
+        format!(r#"{{"type":"function","function":{{"name":"{name}","strict":true,"parameters":{parameters}}}}}"#)
+    };
+    let fine =
+        r#"{"type":"object","properties":{"a":{"type":"string"}},"required":["a"],"additionalProperties":false}"#;
+    let tools = format!(r#","tools":[{},{}]"#, tool("f", fine), tool("g", r#"{"type":"object","oneOf":[{}]}"#));
+    let schema = |strict: bool| {
+        format!(
+            r#","response_format":{{"type":"json_schema","json_schema":{{"name":"n","strict":{strict},"schema":{{"not":{{}}}}}}}}"#
+        )
+    };
+    for (fields, param, part) in
+        [(tools, "tools[1].function.parameters", "oneOf"), (schema(true), "response_format.json_schema.schema", "not")]
+    {
+        let answer = server.chat(&fields).await;
+        let error = answer.json()["error"].clone();
+        assert_eq!((answer.status, error["param"].as_str()), (400, Some(param)), "{error}");
+        assert_eq!(answer.code(), "unsupported_parameter");
+        assert!(error["message"].as_str().unwrap().contains(part), "{error}");
+    }
+    let asked = server.chat(&schema(false)).await;
+    assert_eq!(asked.status, 200, "what is not strict is asked for: {}", asked.text());
+    assert_eq!(server.chat(&format!(r#","tools":[{}]"#, tool("f", fine))).await.status, 200);
+}
+
+#[tokio::test]
 async fn deepseek_v4_other_families_refuse_what_they_have_no_place_for() {
     let server = Server::plain().await;
     for (fields, param) in [
         (TOOLS, "tools"),
         (r#","reasoning_effort":"high""#, "reasoning_effort"),
         (r#","thinking":{"type":"enabled"}"#, "thinking"),
-        (r#","response_format":{"type":"json_object"}"#, "response_format"),
     ] {
         let answer = server.chat(fields).await;
         assert_eq!((answer.status, answer.json()["error"]["param"].as_str()), (400, Some(param)));

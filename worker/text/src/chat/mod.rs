@@ -21,6 +21,7 @@ use ds4_manifests::Metadata;
 use serde_json::{Map, Value};
 
 use crate::answer::AnswerFormat;
+use crate::constraint::Unenforceable;
 use crate::deepseek_v4::{self, Thinking};
 use crate::error::TextError;
 use crate::tokenizer::Tokenizer;
@@ -93,8 +94,6 @@ pub struct ChatAbilities {
     pub tools: bool,
     /// Reasoning that can be asked for, and that is told from the answer's text.
     pub reasoning: bool,
-    /// A schema for the answer in the prompt.
-    pub response_format: bool,
 }
 
 /// A conversation to render.
@@ -113,8 +112,10 @@ pub struct ChatInput {
     /// How much the model should think, for a family with a choice (DeepSeek V4). `None`: what `variables` say, else
     /// [`Thinking::None`], whose answer needs nobody to tell reasoning from content.
     pub thinking: Option<Thinking>,
-    /// JSON schema that the answer must follow, as far as a prompt can ask for it (DeepSeek V4).
+    /// JSON schema that the answer is held to. DeepSeek V4's prompt asks for it, too.
     pub response_format: Option<Value>,
+    /// The answer must be held to it: where it cannot be, asking alone is not enough.
+    pub response_strict: bool,
     /// Further variables for the template (`chat_template_kwargs`), such as `enable_thinking`.
     pub variables: Map<String, Value>,
 }
@@ -157,15 +158,26 @@ impl ChatTemplate {
         match &self.0 {
             // A template may print tools, but what its model answers then is in a language of its own.
             Layout::Jinja(_) => ChatAbilities::default(),
-            Layout::DeepSeekV4(_) => ChatAbilities { tools: true, reasoning: true, response_format: true },
+            Layout::DeepSeekV4(_) => ChatAbilities { tools: true, reasoning: true },
         }
     }
 
     /// How the answers to `input` are read; `None`: they are plain text.
-    pub fn answer_format(&self, input: &ChatInput, tokenizer: &Tokenizer) -> Option<Arc<dyn AnswerFormat>> {
-        match &self.0 {
-            Layout::Jinja(_) => None,
-            Layout::DeepSeekV4(encoder) => Some(Arc::new(encoder.format(input, tokenizer))),
+    ///
+    /// # Errors
+    /// An answer or a call cannot be held to its schema.
+    pub fn answer_format(
+        &self,
+        input: &ChatInput,
+        tokenizer: &Tokenizer,
+    ) -> Result<Option<Arc<dyn AnswerFormat>>, Unenforceable> {
+        match (&self.0, &input.response_format) {
+            (Layout::DeepSeekV4(encoder), _) => Ok(Some(Arc::new(encoder.format(input, tokenizer)?))),
+            (Layout::Jinja(_), None) => Ok(None),
+            (Layout::Jinja(_), Some(schema)) => {
+                let constraint = tokenizer.grammars().and_then(|g| g.schema(schema));
+                Ok(Some(Arc::new(constraint.map_err(Unenforceable::answer)?)))
+            }
         }
     }
 

@@ -10,6 +10,7 @@
 
 pub mod dsml;
 mod forced;
+mod held;
 mod json;
 mod ledger;
 mod prompt;

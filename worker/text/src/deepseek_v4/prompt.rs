@@ -11,6 +11,7 @@ use super::dsml::{ToolCall, serialize_with};
 use super::reader::Format;
 use super::{ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, NEEDED, THINK, USER, dumps};
 use crate::chat::{ChatContent, ChatInput, ChatMessage, ControlStrings, Guard, RenderedPrompt, Role, part_text};
+use crate::constraint::Unenforceable;
 use crate::error::TextError;
 use crate::tokenizer::Tokenizer;
 use crate::vocabulary::control_strings;
@@ -126,7 +127,10 @@ impl Encoder {
     }
 
     /// How the answers to `input` are read.
-    pub(crate) fn format(&self, input: &ChatInput, tokenizer: &Tokenizer) -> Format {
+    ///
+    /// # Errors
+    /// An answer or a call cannot be held to its schema.
+    pub(crate) fn format(&self, input: &ChatInput, tokenizer: &Tokenizer) -> Result<Format, Unenforceable> {
         Format::new(input, thinking_of(input), tokenizer)
     }
 

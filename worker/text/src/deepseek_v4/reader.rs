@@ -4,9 +4,10 @@ use super::dsml::{self, End, Event, Parser, Position};
 use super::forced::{Beginning, Beginnings};
 use super::ledger::Ledger;
 use super::prompt::Thinking;
-use super::{DSML, END_THINK, THINK};
+use super::{DSML, END_THINK, THINK, held};
 use crate::answer::{AnswerFormat, Part, Piece, Read, Reader, Steer};
 use crate::chat::{ChatContent, ChatInput, ToolChoice};
+use crate::constraint::{Constraint, Unenforceable};
 use crate::stream::TextStream;
 use crate::tokenizer::{Specials, Tokenizer};
 
@@ -15,6 +16,8 @@ use crate::tokenizer::{Specials, Tokenizer};
 pub(crate) struct Format {
     options: dsml::Options,
     rules: Rules,
+    /// What the answer is held to after its reasoning.
+    constraint: Option<Constraint>,
 }
 
 /// What a reader needs beside its parser.
@@ -22,6 +25,8 @@ pub(crate) struct Format {
 struct Rules {
     /// Only the first call counts, and it ends the answer.
     single: bool,
+    /// The answer must not be empty: it has to call, or to follow a schema.
+    owes: bool,
     /// What the answer must begin with, after its reasoning: a call of one of these tools.
     forced: Beginnings,
     think: Option<u32>,
@@ -31,7 +36,10 @@ struct Rules {
 
 impl Format {
     /// For the answers to `input` with this thinking mode.
-    pub(super) fn new(input: &ChatInput, thinking: Thinking, tokenizer: &Tokenizer) -> Self {
+    ///
+    /// # Errors
+    /// An answer or a call cannot be held to its schema.
+    pub(super) fn new(input: &ChatInput, thinking: Thinking, tokenizer: &Tokenizer) -> Result<Self, Unenforceable> {
         let tools = names_of(input);
         let callable = match &input.tool_choice {
             ToolChoice::Named(name) => std::slice::from_ref(name),
@@ -41,7 +49,10 @@ impl Format {
         // A name from a request is checked to be a plain word; one that is not would stay text in `Plain` pieces only.
         let call = |name: &String| format!("\n\n<{DSML}tool_calls>\n<{DSML}invoke name=\"{name}\">\n");
         let forced = callable.iter().map(|name| tokenizer.encode(&call(name), Specials::Parse)).collect();
-        Self {
+        let mut constraint = held::constraint(input, tokenizer)?;
+        let may_be_empty = |c: &mut Constraint| tokenizer.eos().is_some_and(|eos| c.permits(eos) == Ok(true));
+        let owes = !callable.is_empty() || constraint.as_mut().is_some_and(|c| !may_be_empty(c));
+        Ok(Self {
             options: dsml::Options {
                 thinking: thinking != Thinking::None,
                 quoted: if tools.is_empty() { Vec::new() } else { quoted_of(input) },
@@ -50,13 +61,15 @@ impl Format {
                 live: true,
             },
             rules: Rules {
+                owes,
                 single: input.single_call,
                 forced: Beginnings::new(forced),
                 think: tokenizer.token_id(THINK),
                 end_think: tokenizer.token_id(END_THINK),
                 dsml: tokenizer.token_id(DSML),
             },
-        }
+            constraint,
+        })
     }
 }
 
@@ -81,6 +94,7 @@ impl AnswerFormat for Format {
     fn reader(&self, stops: Vec<Vec<u8>>) -> Box<dyn Reader> {
         Box::new(AnswerReader {
             forced: self.rules.forced.begin(),
+            constraint: self.constraint.clone(),
             rules: self.rules.clone(),
             parser: Parser::new(self.options.clone()),
             decoder: TextStream::new(Vec::new()),
@@ -108,6 +122,7 @@ struct AnswerReader {
     decoded: usize,
     /// What is left of the forced beginning.
     forced: Beginning,
+    constraint: Option<Constraint>,
     ended: bool,
 }
 
@@ -168,6 +183,9 @@ impl Reader for AnswerReader {
     fn push(&mut self, token: u32, bytes: &[u8], control: bool) -> Read {
         if !self.parser.is_thinking() {
             self.forced.take(token);
+            if let Some(constraint) = &mut self.constraint {
+                constraint.take(token);
+            }
         }
         let (mut pieces, mut events) = (Vec::new(), Vec::new());
         if (control && !self.speaks(token)) || bytes.is_empty() {
@@ -191,7 +209,7 @@ impl Reader for AnswerReader {
         }
         self.take(events, &mut pieces);
         self.place();
-        self.ended |= self.parser.closed();
+        self.ended |= self.parser.closed() || self.constraint.as_ref().is_some_and(Constraint::complete);
         Read { pieces, settled: self.ledger.settle(None), ended: self.ended }
     }
 
@@ -204,9 +222,13 @@ impl Reader for AnswerReader {
         }
     }
 
-    /// Reasoning must not end an answer that has to call.
+    fn constraint(&mut self) -> Option<&mut Constraint> {
+        if self.parser.is_thinking() { None } else { self.constraint.as_mut() }
+    }
+
+    /// Reasoning alone is no answer where one is owed.
     fn instead_of_end(&self) -> Option<u32> {
-        self.rules.end_think.filter(|_| !self.forced.next().is_empty() && self.parser.is_thinking())
+        self.rules.end_think.filter(|_| self.rules.owes && self.parser.is_thinking())
     }
 
     fn finish(&mut self, cut: bool) -> Read {

@@ -50,7 +50,7 @@ fn play(input: &ChatInput, stops: &[&str], answer: &str, cut: bool) -> Heard {
 fn play_tokens(input: &ChatInput, stops: &[&str], mut said: Vec<u32>, cut: bool) -> Heard {
     let t = tokenizer();
     let template = ChatTemplate::compile(metadata()).expect("encoder");
-    let format = template.answer_format(input, t).expect("a format of its own");
+    let format = template.answer_format(input, t).expect("schemas").expect("a format of its own");
     let mut reader = format.reader(stops.iter().map(|s| s.as_bytes().to_vec()).collect());
     let mut heard = Heard::default();
     let mut arguments: Vec<String> = Vec::new();
@@ -143,7 +143,7 @@ fn deepseek_v4_an_answer_of_all_parts() {
 fn deepseek_v4_answers_have_syntax_where_tools_are_on_offer() {
     let template = ChatTemplate::compile(metadata()).expect("encoder");
     let syntax = |tools| {
-        let format = template.answer_format(&input(Thinking::None, tools), tokenizer()).expect("v4");
+        let format = template.answer_format(&input(Thinking::None, tools), tokenizer()).expect("schemas").expect("v4");
         format.has_syntax()
     };
     assert_eq!([syntax(None), syntax(Some(json!([]))), syntax(Some(weather()))], [false, false, true]);
@@ -215,7 +215,11 @@ fn deepseek_v4_with_a_choice_of_tools_each_can_be_called_and_nothing_else() {
         for name in names {
             // The model wants this one: of its tokens, those that it has a say in.
             let spelled = t.encode(&format!("<｜DSML｜invoke name=\"{name}\">\n"), Specials::Parse);
-            let format = ChatTemplate::compile(metadata()).expect("encoder").answer_format(&required, t).expect("v4");
+            let format = ChatTemplate::compile(metadata())
+                .expect("encoder")
+                .answer_format(&required, t)
+                .expect("schemas")
+                .expect("v4");
             let mut reader = format.reader(Vec::new());
             let mut said = t.encode(thought, Specials::Parse);
             said.iter().for_each(|token| drop(reader.push(*token, t.token_bytes(*token), t.is_control(*token))));
@@ -338,8 +342,12 @@ fn deepseek_v4_control_tokens_that_mean_nothing_are_not_shown() {
     assert_eq!((heard.text.as_str(), heard.part(0).as_str(), heard.calls.len()), ("One", "One", 1));
     // Spelt as text they are text.
     let t = tokenizer();
-    let mut reader =
-        ChatTemplate::compile(metadata()).expect("encoder").answer_format(&plain, t).expect("v4").reader(vec![]);
+    let mut reader = ChatTemplate::compile(metadata())
+        .expect("encoder")
+        .answer_format(&plain, t)
+        .expect("schemas")
+        .expect("v4")
+        .reader(vec![]);
     let mut text = String::new();
     for token in t.encode("The tag <think> opens it.", Specials::Plain) {
         text += &reader.push(token, t.token_bytes(token), t.is_control(token)).text();

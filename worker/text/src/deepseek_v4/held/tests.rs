@@ -1,0 +1,200 @@
+//! What a constraint lets through, with the real vocabulary, in the tokenizer's own tokens and cut at random.
+
+use super::*;
+use crate::deepseek_v4::tests::tokenizer;
+use crate::test_support::Rng;
+use crate::{ChatMessage, Specials};
+
+fn of(tools: Value, choice: ToolChoice, schema: Option<Value>) -> Result<Option<Constraint>, Unenforceable> {
+    let input = ChatInput {
+        tools: Some(tools).filter(|t| t != &json!([])),
+        tool_choice: choice,
+        response_format: schema,
+        ..ChatInput::of(vec![ChatMessage::new("user", "q")])
+    };
+    constraint(&input, tokenizer())
+}
+
+fn tool(name: &str, strict: bool, parameters: Value) -> Value {
+    json!({"type": "function", "function": {"name": name, "strict": strict, "parameters": parameters}})
+}
+
+/// Tokens of a text, words cut at random places, the marker one token.
+fn tokens(text: &str, rng: &mut Rng) -> Vec<u32> {
+    let t = tokenizer();
+    let mut out = Vec::new();
+    for (i, part) in text.split(DSML).enumerate() {
+        if i > 0 {
+            out.extend(t.token_id(DSML));
+        }
+        let mut rest = part;
+        while !rest.is_empty() {
+            let at = (1 + rng.below(12)..=rest.len()).find(|at| rest.is_char_boundary(*at)).unwrap_or(rest.len());
+            out.extend(t.encode(&rest[..at], Specials::Plain));
+            rest = &rest[at..];
+        }
+    }
+    out
+}
+
+/// How many bytes of a text are let through, and whether the answer may end behind it.
+fn follow(constraint: &Constraint, text: &str, rng: &mut Rng) -> (usize, bool) {
+    let mut c = constraint.clone();
+    let mut passed = 0;
+    for token in tokens(text, rng) {
+        if !c.permits(token).expect("a verdict") {
+            // What is refused is masked, too.
+            let mut row = vec![0.0; tokenizer().vocab_size() + 8];
+            c.restrict(&mut row).expect("a mask");
+            assert_eq!(row[token as usize], f32::NEG_INFINITY);
+            assert!(row[tokenizer().vocab_size()..].iter().all(|l| *l == f32::NEG_INFINITY), "no tokens are there");
+            return (passed, false);
+        }
+        passed += tokenizer().token_bytes(token).len();
+        c.take(token);
+    }
+    (passed, c.permits(tokenizer().eos().expect("eos")).expect("a verdict"))
+}
+
+/// Checks that these texts, and no others, are whole answers.
+fn check(constraint: &Constraint, whole: &[&str], not: &[&str]) {
+    let mut rng = Rng::new(4);
+    for text in whole {
+        for _ in 0..4 {
+            assert_eq!(follow(constraint, text, &mut rng), (text.len(), true), "{text:?}");
+        }
+    }
+    for text in not {
+        assert!(!follow(constraint, text, &mut rng).1, "{text:?}");
+    }
+}
+
+fn call(name: &str, parameters: &str) -> String {
+    format!("<{DSML}tool_calls>\n<{DSML}invoke name=\"{name}\">\n{parameters}</{DSML}invoke>\n</{DSML}tool_calls>")
+}
+
+fn parameter(key: &str, string: bool, value: &str) -> String {
+    format!("<{DSML}parameter name=\"{key}\" string=\"{string}\">{value}</{DSML}parameter>\n")
+}
+
+#[test]
+fn deepseek_v4_an_answer_follows_its_schema() {
+    let schema = json!({"type": "object", "additionalProperties": false, "required": ["a", "b"],
+        "properties": {"a": {"$ref": "#/$defs/n"}, "b": {"type": "array", "items": {"enum": ["x", "ü"]}}},
+        "$defs": {"n": {"type": "integer", "minimum": 0}}});
+    let c = of(json!([]), ToolChoice::Auto, Some(schema)).unwrap().unwrap();
+    check(
+        &c,
+        &["{\"a\": 12, \"b\": [\"x\", \"ü\"]}", "{\"a\":0,\"b\":[]}", "{\n  \"a\": 1,\n  \"b\": []\n}"],
+        &["", "{}", "{\"a\": -1", "{\"a\": 1}", "{\"a\": 1, \"b\": [\"y\"", "Here: {", "{\"a\": 1, \"b\": []} and"],
+    );
+    let any = of(json!([]), ToolChoice::Auto, Some(json!({"type": "object"}))).unwrap().unwrap();
+    check(&any, &["{}", "{\"x\": {\"y\": [1, null, \"<\"]}}"], &["[1]", "{]", "{\"x\""]);
+    let mut spaces = any.clone();
+    spaces.take(tokenizer().token_id("{").unwrap());
+    let [newline, space] = ["\n", " "].map(|t| tokenizer().encode(t, Specials::Plain)[0]);
+    let mut most = |token: u32| {
+        (0..200).take_while(|_| spaces.permits(token).unwrap().then(|| spaces.take(token)).is_some()).count()
+    };
+    assert_eq!([most(newline), most(space)], [1, 48], "a model must not lose itself in white space");
+}
+
+#[test]
+fn deepseek_v4_strict_calls_follow_their_schemas() {
+    let parameters = json!({"type": "object", "additionalProperties": false, "required": ["city", "days", "unit", "note"],
+        "properties": {"city": {"type": "string", "description": "where"}, "days": {"type": "integer"},
+            "unit": {"enum": ["C", "F"], "type": "string"}, "note": {"type": ["string", "null"]}, "tags": {"type": "array", "items": {"type": "string"}}}});
+    let tools = json!([tool("weather", true, parameters), tool("other", false, json!({"type": "object"}))]);
+    let c = of(tools.clone(), ToolChoice::Auto, None).unwrap().unwrap();
+    let rest = [parameter("days", false, "3"), parameter("unit", true, "C"), parameter("note", false, "null")].concat();
+    let good = |city: &str| call("weather", &(parameter("city", true, city) + &rest));
+    // Values may hold anything, what looks like closing tags included, as long as it is no marker.
+    let odd = good("</div> \"x\" </｜ \n\n<a></");
+    let with_tags = call("weather", &(parameter("city", true, "") + &rest + &parameter("tags", false, "[\"a\"]")));
+    let noted = call(
+        "weather",
+        &[
+            parameter("city", true, "漢"),
+            parameter("days", false, "-1"),
+            parameter("unit", true, "F"),
+            parameter("note", true, "so"),
+        ]
+        .concat(),
+    );
+    let loose = call("other", &(parameter("x y", true, "1") + &parameter("z", false, "{\"a\": 1}")));
+    let empty = call("other", "\n");
+    let two = format!(
+        "<{DSML}tool_calls>\n{0}{0}</{DSML}tool_calls>",
+        format_args!("<{DSML}invoke name=\"other\">\n\n</{DSML}invoke>\n")
+    );
+    let said = format!("I look. a < b\n\n{}", good("Oslo"));
+    check(
+        &c,
+        &["", "Hello <b>.", "\n\n", &good("Oslo"), &odd, &with_tags, &noted, &loose, &empty, &two, &said],
+        &[
+            &call("weather", &rest),
+            &call("weather", &(parameter("city", false, "1") + &rest)),
+            &call("weather", &(parameter("city", true, "a") + &parameter("days", false, "3.5"))),
+            &call("weather", &(parameter("city", true, "a") + &parameter("days", true, "3"))),
+            &call(
+                "weather",
+                &(parameter("city", true, "a") + &parameter("days", false, "3") + &parameter("unit", true, "K")),
+            ),
+            &call("nobody", "\n"),
+            &call("weather", &(parameter("city", true, "a") + &rest + &parameter("more", true, "b"))),
+            &format!("so<{DSML}tool_calls>\n"),
+            &format!("{}.", good("Oslo")),
+            &DSML.to_owned(),
+        ],
+    );
+    for choice in [ToolChoice::Required, ToolChoice::Named("weather".into())] {
+        let named = matches!(choice, ToolChoice::Named(_));
+        let c = of(tools.clone(), choice, None).unwrap().unwrap();
+        check(&c, &[&format!("\n\n{}", good("a"))], &["", "Hello", &good("a")]);
+        let other = format!("\n\n{empty}");
+        let (whole, not): (&[&str], &[&str]) = if named { (&[], &[&other]) } else { (&[&other], &[]) };
+        check(&c, whole, not);
+    }
+}
+
+#[test]
+fn deepseek_v4_an_answer_follows_its_schema_or_calls() {
+    let tools = json!([tool("f", false, json!({"type": "object"}))]);
+    let c = of(tools.clone(), ToolChoice::Auto, Some(json!({"type": "object"}))).unwrap().unwrap();
+    let called = format!("\n\n{}", call("f", "\n"));
+    check(&c, &["{\"a\": 1}", &called, &called[2..]], &["", "{", "Text", &format!("{{}}{called}")]);
+    assert!(
+        of(tools.clone(), ToolChoice::Required, Some(json!({"type": "object"}))).unwrap().is_none(),
+        "no schema is met"
+    );
+    assert!(of(tools, ToolChoice::Auto, None).unwrap().is_none());
+}
+
+#[test]
+fn deepseek_v4_what_cannot_be_enforced_is_refused_when_it_is_strict() {
+    let strict = |parameters: Value| {
+        let tools = json!([tool("ok", true, json!({"type": "object", "properties": {}})), tool("f", true, parameters)]);
+        of(tools, ToolChoice::Auto, None).err()
+    };
+    for (parameters, part) in [
+        (json!({"type": "string"}), "`type` is not `object`"),
+        (json!({"type": "object", "oneOf": []}), "`oneOf`"),
+        (json!({"type": "object", "required": ["x"]}), "`x` is required"),
+        (json!({"type": "object", "properties": {"a\"b": {}}}), "a\\\"b"),
+        (json!({"type": "object", "properties": {"a": {"not": {"type": "string"}}}}), "not"),
+        (json!({"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}), "none"),
+    ] {
+        let e = strict(parameters.clone()).unwrap_or_else(|| panic!("{parameters} was accepted"));
+        assert!(e.tool == Some(1) && e.why.contains(part), "{parameters}: {e:?}");
+    }
+    assert_eq!(strict(json!({"type": "object", "properties": {"a": {"type": "string", "pattern": "^a+$"}}})), None);
+    let unmet = json!({"type": "object", "not": {}});
+    let input = |response_strict| ChatInput {
+        response_format: Some(unmet.clone()),
+        response_strict,
+        ..ChatInput::of(vec![ChatMessage::new("user", "q")])
+    };
+    assert!(constraint(&input(false), tokenizer()).unwrap().is_none(), "it is asked for only");
+    let e = constraint(&input(true), tokenizer()).unwrap_err();
+    assert!(e.tool.is_none() && e.why.contains("not"), "{e:?}");
+}
