@@ -16,6 +16,7 @@ const FILES: &[&str] = &[
     "compress_rows",
     "dense",
     "elementwise",
+    "hash",
     "hyper",
     "index_scores",
     "index_top",

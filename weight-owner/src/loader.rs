@@ -1,7 +1,7 @@
 //! The loader: a child process that brings one model into memory, reports, sends the descriptors and exits.
 //!
-//! Order matters. The file is validated and the plan judged before the first large allocation; every byte is hashed
-//! while it is still in the CPU's cache; nothing is published before everything is there.
+//! Order matters. The file is validated and the plan judged before the first large allocation; every byte is hashed, by the CPU
+//! while it is still in its cache or by a device that has it; nothing is published before everything is there.
 //!
 //! In the machine's memory (`memfd`) reads go straight into the final mapping and a chunk is sealed as soon as it is full:
 //! there is no second copy, and for models larger than a quarter of the machine the page cache is given back chunk by
@@ -9,6 +9,7 @@
 
 pub mod backend;
 mod device;
+mod on_device;
 mod source;
 mod tree;
 
@@ -309,7 +310,13 @@ fn pass(prepared: &Prepared, connection: &Connection, stage: &str, keep: bool) -
             });
         }
         drop(results);
-        let outcome = collect(&finished, &mut done, &counters, connection, stage, total);
+        let keep = |k: usize, chunk| {
+            if let Some(slot) = done.get_mut(k) {
+                *slot = Some(chunk);
+            }
+            Ok(())
+        };
+        let outcome = collect(&finished, keep, &counters, connection, stage, total);
         counters.stop.store(outcome.is_err(), Ordering::Relaxed);
         outcome
     })?;
@@ -319,10 +326,10 @@ fn pass(prepared: &Prepared, connection: &Connection, stage: &str, keep: bool) -
     done.into_iter().map(|d| d.ok_or_else(|| Failure::other("loader_bug", "a chunk was never loaded").into())).collect()
 }
 
-/// Takes results and reports progress until all threads are through.
+/// Gives results to `take` and reports progress until all threads are through.
 fn collect<T>(
     finished: &mpsc::Receiver<(usize, Result<T, Failure>)>,
-    done: &mut [Option<T>],
+    mut take: impl FnMut(usize, T) -> Result<(), Failure>,
     counters: &Counters,
     connection: &Connection,
     stage: &str,
@@ -330,12 +337,7 @@ fn collect<T>(
 ) -> Result<(), Stop> {
     loop {
         match finished.recv_timeout(TICK) {
-            Ok((k, result)) => {
-                let result = result?;
-                if let Some(slot) = done.get_mut(k) {
-                    *slot = Some(result);
-                }
-            }
+            Ok((k, result)) => take(k, result?)?,
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 let bytes = counters.bytes.load(Ordering::Relaxed);
                 send(connection, &Report::Progress { stage: stage.into(), done: bytes, total }, &[])?;

@@ -8,7 +8,7 @@ use super::fatal::OrFatal;
 
 /// Fatbins want 16-byte alignment, which `include_bytes` alone does not give.
 #[repr(C, align(16))]
-struct Aligned<T: ?Sized>(T);
+pub(super) struct Aligned<T: ?Sized>(pub(super) T);
 
 macro_rules! files {
     ($($variant:ident = $file:literal;)*) => {

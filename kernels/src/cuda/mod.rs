@@ -15,6 +15,8 @@ mod dense;
 #[cfg(feature = "cuda")]
 mod device;
 #[cfg(feature = "cuda")]
+pub mod hash;
+#[cfg(feature = "cuda")]
 mod host;
 #[cfg(feature = "cuda")]
 mod hyper;

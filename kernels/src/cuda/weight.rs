@@ -131,29 +131,35 @@ pub struct Placed {
     pub offset: u64,
 }
 
+impl Placed {
+    /// Bytes of a matrix that has tiles, 0 of others.
+    pub fn tiled_bytes(&self) -> usize {
+        let parts = tiles::parts(self.ty).filter(|_| tiles::is_tiled(self.ty, self.rows, self.cols));
+        parts.map_or(0, |p| p.iter().sum::<usize>() * self.rows * (self.cols / SUPERBLOCK))
+    }
+}
+
 impl CudaDevice {
-    /// Rearranges matrices from blocks into tiles, each in its place, and waits until that is done; those that have no tiles stay as
-    /// they are. Takes as much memory more as the largest of them while it works. The space must be mapped for writing.
+    /// Starts rearranging matrices from blocks into tiles, each in its place, in this device's stream; those that have no tiles stay as
+    /// they are. The space must be mapped for writing, and nobody else uses the matrices before that is done; `scratch`, which
+    /// nobody else uses either, has as many bytes as the largest of them ([`Placed::tiled_bytes`]).
     ///
     /// # Errors
-    /// [`CudaError::OutOfMemory`] before anything was changed; a matrix leaves the space; or the device failed.
-    pub fn tile_in_place(&self, space: &mut Space, matrices: &[Placed]) -> Result<(), CudaError> {
-        let mut all = Vec::new();
-        for m in matrices.iter().filter(|m| tiles::is_tiled(m.ty, m.rows, m.cols)) {
-            let len = tiles::parts(m.ty).map_or(0, |p| p.iter().sum::<usize>()) * m.rows * (m.cols / SUPERBLOCK);
-            all.push((m, space.address(m.offset, len as u64)?, len));
-        }
-        let largest = all.iter().map(|(.., len)| *len).max().unwrap_or(0);
-        let scratch = Memory::new(self.context(), largest)?;
-        for (m, address, len) in all {
-            #[allow(unsafe_code, reason = "a copy on the device")]
-            // SAFETY: both are `len` bytes or more; the space is ours alone.
-            unsafe { self.stream().copy(scratch.start(), address, len) }?;
-            if let Some(tiles) = tiles_at(m.ty, m.rows, m.cols, address) {
-                repack(self, m.ty, m.rows, m.cols, scratch.start(), &tiles);
+    /// A matrix leaves the space or is larger than `scratch`, or the device failed.
+    pub fn tile_in_place(&self, space: &Space, scratch: &Memory, matrices: &[Placed]) -> Result<(), CudaError> {
+        for m in matrices {
+            let len = m.tiled_bytes();
+            let address = space.address(m.offset, len as u64)?;
+            if len > scratch.len() {
+                return Err(CudaError::Range(format!("{m:?} is larger than {} bytes", scratch.len())));
             }
+            let Some(tiles) = tiles_at(m.ty, m.rows, m.cols, address) else { continue };
+            #[allow(unsafe_code, reason = "a copy on the device")]
+            // SAFETY: both are `len` bytes or more; the matrix is the caller's alone.
+            unsafe { self.stream().copy(scratch.start(), address, len) }?;
+            repack(self, m.ty, m.rows, m.cols, scratch.start(), &tiles);
         }
-        self.synchronize()
+        Ok(())
     }
 }
 

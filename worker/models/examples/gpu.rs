@@ -10,6 +10,9 @@ mod attention;
 mod families;
 #[path = "parts/flash.rs"]
 mod flash;
+#[cfg(feature = "cuda")]
+#[path = "parts/hashes.rs"]
+mod hashes;
 #[path = "parts/layers.rs"]
 mod layers;
 #[path = "parts/lost.rs"]
@@ -415,6 +418,8 @@ fn run<D: Full>(d: &D, activation: f64, out: Option<&str>, filter: &str) -> bool
     checks.push(("starts".into(), Box::new(starts::check)));
     if d.describe().starts_with("cuda") {
         checks.push(("lost device".into(), Box::new(lost::check)));
+        #[cfg(feature = "cuda")]
+        checks.push(("hashes".into(), Box::new(|_| hashes::check())));
     }
     for (name, _) in FAMILIES {
         checks.push((format!("kernel {name}"), Box::new(move |d| families::check(d, name))));

@@ -169,6 +169,11 @@ impl<'a> Staging<'a> {
         Ok(target)
     }
 
+    /// The stream of its copies, for what is to happen after those that were started.
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
     /// Waits for all copies.
     ///
     /// # Errors
