@@ -6,7 +6,10 @@ ends the answer after it.
 
 import json
 
+from typing import Literal
+
 import openai
+import pydantic
 import pytest
 
 from conftest import ROOT, Served
@@ -109,3 +112,21 @@ def test_deepseek_v4_errors_name_field_and_value(client, v4):
         with pytest.raises(openai.BadRequestError) as error:
             client.chat.completions.create(model=v4.model, messages=QUESTION, **extra)
         assert error.value.param == param
+
+
+class SetLamp(pydantic.BaseModel):
+    """Switch a lamp."""
+
+    room: Literal["kitchen", "hall"]
+    on: bool
+
+
+@pytest.mark.parametrize("effort", ["none", "high"])
+def test_deepseek_v4_strict_tools_of_the_sdk(client, v4, effort):
+    tools = [openai.pydantic_function_tool(SetLamp)]
+    assert tools[0]["function"]["strict"] is True
+    # The bias would end the answer at once, if it were permitted to.
+    options = dict(model=v4.model, messages=QUESTION, tools=tools, tool_choice="required", reasoning_effort=effort,
+                   parallel_tool_calls=False, logit_bias={"1": 100}, seed=3, max_tokens=600)
+    (call,) = client.chat.completions.parse(**options).choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, SetLamp)

@@ -1,6 +1,9 @@
 """The vendor's own SDK against the worker."""
 
+from typing import Literal
+
 import openai
+import pydantic
 import pytest
 
 
@@ -37,6 +40,22 @@ def test_several_choices_and_logprobs(client, served):
     for choice in answer.choices:
         tokens = choice.logprobs.content
         assert len(tokens) == 4 and all(t.logprob <= 0 and len(t.top_logprobs) == 2 for t in tokens)
+
+
+class Colours(pydantic.BaseModel):
+    first: Literal["red", "green"]
+    second: bool
+
+
+def test_a11_structured_answers_become_the_clients_own_types(client, served):
+    parse = client.chat.completions.parse
+    for seed in (1, 2):
+        answer = parse(model=served.model, messages=QUESTION, seed=seed, max_tokens=100, response_format=Colours)
+        assert isinstance(answer.choices[0].message.parsed, Colours)
+    options = dict(model=served.model, messages=QUESTION, seed=1, max_tokens=100, response_format=Colours)
+    with client.chat.completions.stream(**options) as stream:
+        streamed = stream.get_final_completion()
+    assert isinstance(streamed.choices[0].message.parsed, Colours)
 
 
 def test_completions(client, served):

@@ -353,6 +353,23 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_token_that_is_not_taken_leaves_no_trace() {
+        let penalised = SamplingParams { repetition_penalty: 2.0, frequency_penalty: 1.0, ..SamplingParams::greedy() };
+        let mut sampler = Sampler::new(penalised, &[1]);
+        let mut row = vec![0.5, 1.2, 1.0];
+        let fresh = [0u32, 1, 2].map(|t| sampler.modified(t, row[t as usize]));
+        for _ in 0..3 {
+            assert_eq!(sampler.sample(&mut row, &mut Scratch::default()), Some(2), "1 was in the prompt");
+            sampler.uncount();
+            assert_eq!([0u32, 1, 2].map(|t| sampler.modified(t, row[t as usize])), fresh);
+        }
+        sampler.count(1);
+        sampler.uncount();
+        sampler.uncount();
+        assert_eq!([0u32, 1, 2].map(|t| sampler.modified(t, row[t as usize])), fresh, "the prompt's are kept");
+    }
+
     /// Draws `n` times and returns the counts.
     fn histogram(params: SamplingParams, logits: &[f32], n: usize) -> Vec<f64> {
         let mut sampler = Sampler::new(params, &[]);

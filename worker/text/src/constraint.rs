@@ -37,7 +37,8 @@ impl fmt::Debug for Grammars {
 }
 
 impl Grammars {
-    /// Takes 50 ms for 129,280 tokens.
+    /// Takes 0.4 s for 129,280 tokens (on a busy core). After it a verdict takes 1 µs, a mask 80 µs, and the grammar of 40 strict
+    /// tools 5 ms to build.
     pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self, ConstraintError> {
         let eog: Arc<[u32]> = tokenizer.eog().into();
         let (Some(eos), Ok(count)) = (eog.first(), u32::try_from(tokenizer.vocab_size())) else {
