@@ -1,8 +1,8 @@
 //! A model's results do not depend on how its operations are started: early or one after the other, replayed as graphs or launched one by
 //! one; nor on the steps that a prompt is computed in. What is started too early, or reads what is not there yet, shows as other bits.
 
-use ds4_kernels::BatchPlan;
 use ds4_kernels::ops::KvNumerics;
+use ds4_kernels::{BatchPlan, StateKind};
 use ds4_models::Model;
 use ds4_models::deepseek_v4::DeepseekV4;
 use serde_json::{Value, json};
@@ -11,14 +11,15 @@ use crate::{Full, layers, row};
 
 const BANKS: usize = 16;
 /// A prompt in one chunk, which attention takes in parts, or in chunks that end elsewhere, and then decode steps of so many sequences, each
-/// often enough that its graphs are replayed.
-const PROMPT: usize = 1500;
+/// often enough that its graphs are replayed. Decode ends a window of 128 tokens that the prompt began.
+const PROMPT: usize = 1530;
 const WHOLE: &[usize] = &[PROMPT];
-const CHUNKS: [&[usize]; 2] = [&[512, 512, 476], &[1, 1100, 399]];
+const CHUNKS: [&[usize]; 2] = [&[512, 512, 506], &[1, 1100, 429]];
 const DECODE: [usize; 5] = [1, 4, 5, 8, BANKS];
 const STEPS: usize = 4;
 
-/// Every wanted row of logits, and what the first sequence keeps at the end.
+/// Every wanted row of logits, and the rows that the first sequence keeps at the end. Not its frontiers: slots of a window that no token has
+/// reached hold what an earlier step left there, which is never read.
 fn run<D: Full>(d: &D, model: &mut DeepseekV4<D>, prompt: &[usize]) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
     let mut banks: Vec<_> = (0..BANKS).map(|_| d.bank(model.state(), PROMPT + 100).unwrap()).collect();
     let mut done = [0usize; BANKS];
@@ -46,7 +47,8 @@ fn run<D: Full>(d: &D, model: &mut DeepseekV4<D>, prompt: &[usize]) -> (Vec<Vec<
         }
     }
     let slots = &model.state().slots;
-    let kept = (0..slots.len()).map(|slot| {
+    let rows = (0..slots.len()).filter(|s| !matches!(slots[*s], StateKind::Fixed { .. }));
+    let kept = rows.map(|slot| {
         let mut bytes = Vec::new();
         d.bank_export(&banks[0], slot, 0..slots[slot].rows(done[0]), &mut bytes);
         bytes
@@ -73,7 +75,12 @@ pub(crate) fn check<D: Full>(d: &D) -> Value {
             let other =
                 got.0.iter().zip(&want.0).position(|(a, b)| a.iter().zip(b).any(|(a, b)| a.to_bits() != b.to_bits()));
             assert_eq!(other, None, "{way}: row of logits with other bits");
-            assert!(got.1 == want.1, "{way}: the sequence's state has other bits");
+            let other: Vec<_> = (0..want.1.len()).filter(|slot| got.1[*slot] != want.1[*slot]).collect();
+            assert!(
+                other.is_empty(),
+                "{way}: rows of the sequence have other bits in {other:?} of {} slots",
+                want.1.len()
+            );
             rows += got.0.len();
         }
     }
