@@ -91,6 +91,7 @@ pub(super) fn fill(prepared: &Prepared, context: &Context, connection: &Connecti
     let (results, finished) = mpsc::channel();
     let mut values: Vec<ChainingValue> = vec![[0; 32]; slabs.len()];
     let mut hashed: Vec<Vec<Event>> = lengths.iter().map(|_| Vec::new()).collect();
+    let mut arrived = 0;
 
     let start = Instant::now();
     std::thread::scope(|scope| -> Result<(), Stop> {
@@ -122,6 +123,7 @@ pub(super) fn fill(prepared: &Prepared, context: &Context, connection: &Connecti
         }
         drop(results);
         let take = |k: usize, slab: Arrived| {
+            arrived += 1;
             match (slab, slabs.get(k), &on_device) {
                 (Arrived::Hashed(value), ..) => values.get_mut(k).into_iter().for_each(|v| *v = value),
                 (Arrived::Started(event), Some(slab), Some(on_device)) => {
@@ -140,6 +142,9 @@ pub(super) fn fill(prepared: &Prepared, context: &Context, connection: &Connecti
         counters.stop.store(outcome.is_err(), Ordering::Relaxed);
         outcome
     })?;
+    if arrived != slabs.len() {
+        return Err(Failure::other("loader_bug", "a part of a chunk was never loaded").into());
+    }
     if let Some(on_device) = on_device {
         values = on_device.finish().map_err(Failure::from)?;
     }
