@@ -123,6 +123,8 @@ pub trait Device: Send + Sync + 'static {
     type Step: Send;
     /// A copy, in the device's own memory, of what a bank cannot have back by forgetting rows: rings and fixed blocks.
     type Checkpoint: Send;
+    /// Memory in which buffers take turns.
+    type Room: Send;
 
     /// Human name, e.g. `cpu (avx512-vnni, 2 threads)`.
     fn describe(&self) -> String;
@@ -142,6 +144,16 @@ pub trait Device: Send + Sync + 'static {
 
     /// A buffer of `width` columns with no rows yet.
     fn buffer(&self, width: usize) -> Self::Buffer;
+
+    /// A room without buffers.
+    fn room(&self) -> Self::Room;
+
+    /// As [`Device::buffer`], in memory that it shares with other buffers of `room`; see [`Device::turn`].
+    fn buffer_in(&self, room: &Self::Room, width: usize) -> Self::Buffer;
+
+    /// Begins a turn of `room`: the content of its buffers, and of rows that were lent of them, is lost. Buffers that get rows in the same
+    /// turn lie beside each other, those of different turns may lie in the same memory.
+    fn turn(&self, room: &Self::Room);
 
     /// Reserves address space for `context` tokens of `spec`; commits nothing.
     fn bank(&self, spec: &StateSpec, context: usize) -> Result<Self::Bank, DeviceError>;

@@ -287,6 +287,7 @@ impl Device for CpuDevice {
     type Bank = CpuBank;
     type Step = CpuStep;
     type Checkpoint = CpuCheckpoint;
+    type Room = ();
 
     fn describe(&self) -> String {
         format!("cpu ({}, {} threads)", self.isa.name(), self.threads())
@@ -324,6 +325,14 @@ impl Device for CpuDevice {
     fn buffer(&self, width: usize) -> CpuBuffer {
         CpuBuffer { data: Vec::new(), width, rows: 0 }
     }
+
+    fn room(&self) {}
+
+    fn buffer_in(&self, (): &(), width: usize) -> CpuBuffer {
+        self.buffer(width)
+    }
+
+    fn turn(&self, (): &()) {}
 
     fn bank(&self, spec: &StateSpec, context: usize) -> Result<CpuBank, DeviceError> {
         CpuBank::new(spec, context)

@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::device::CudaDevice;
-use super::driver::{Access, Context, CudaError, Memory, Physical, Space, vmm};
+use super::driver::{Context, CudaError, Memory, Space, vmm};
 use super::fatal::OrFatal;
 use crate::device::DeviceError;
 use crate::kernel_args;
@@ -188,18 +188,8 @@ impl CudaBank {
         let want = self.layout.end(tokens).unwrap_or(usize::MAX);
         let mut space = lock(&self.space);
         while self.committed < want {
-            let (at, len) = (self.committed as u64, self.layout.piece as u64);
-            let mut add = || -> Result<(), CudaError> {
-                let memory = Physical::create(space.context(), len)?;
-                space.map(at, memory)?;
-                let allowed = space.allow(at, len, Access::ReadWrite);
-                if allowed.is_err() {
-                    // What is not counted as committed must not stay mapped: the next commit begins there.
-                    let _ = space.unmap(at);
-                }
-                allowed
-            };
-            add().map_err(|e| refusal("bank", &e, want - self.committed))?;
+            let added = space.fill(self.committed as u64, self.layout.piece as u64);
+            added.map_err(|e| refusal("bank", &e, want - self.committed))?;
             self.committed += self.layout.piece;
         }
         self.tokens = self.tokens.max(tokens);

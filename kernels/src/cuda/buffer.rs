@@ -5,21 +5,36 @@ use std::sync::Arc;
 
 use super::driver::{Context, CudaError, Memory, vmm::DevicePtr};
 use super::fatal::OrFatal;
+use super::room::{ALIGNMENT, CudaRoom};
 use super::split::{Activations, ActsArg};
 use crate::device::DeviceError;
-
-/// Of pieces of one memory, as of memory from the driver.
-const ALIGNMENT: usize = 256;
 
 /// Memory that grows: what was in it is lost when it does.
 #[derive(Debug, Default)]
 pub(super) struct Growable {
-    memory: Option<Arc<Memory>>,
-    /// Where in another one's memory it begins, if it is lent.
-    lent: Option<u64>,
+    /// Where it is from; from the driver without one.
+    room: Option<CudaRoom>,
+    held: Option<Held>,
+}
+
+#[derive(Clone, Debug)]
+struct Held {
+    start: DevicePtr,
+    /// None of its own if it is lent.
+    len: usize,
+    /// When the room gave it, 0 for the driver's.
+    turn: u64,
+    // One of them keeps it there.
+    _memory: Option<Arc<Memory>>,
+    _room: Option<CudaRoom>,
 }
 
 impl Growable {
+    /// Of a room.
+    pub(super) fn of(room: &CudaRoom) -> Self {
+        Self { room: Some(room.clone()), held: None }
+    }
+
     /// The address of at least `len` bytes of its own.
     ///
     /// Growing frees the old memory, which waits for the device: it happens in the first steps of their size only.
@@ -28,23 +43,23 @@ impl Growable {
     /// With a [`DeviceError::OutOfMemory`] as the payload when the device has not got the memory: operations return nothing, and
     /// a step that cannot be computed is the end of its requests and not of the process.
     pub(super) fn at_least(&mut self, context: &Context, len: usize) -> DevicePtr {
-        match &self.memory {
-            Some(m) if m.len() >= len && self.lent.is_none() => m.start(),
-            _ => {
-                *self = Self::default();
-                let new = match Memory::new(context, len) {
-                    Err(CudaError::OutOfMemory { .. }) => {
-                        // No hook shall print a backtrace: whoever runs the step expects this.
-                        std::panic::resume_unwind(Box::new(DeviceError::OutOfMemory {
-                            what: "activations",
-                            missing: len,
-                        }))
-                    }
-                    other => other.or_fatal("activations"),
-                };
-                self.memory.insert(Arc::new(new)).start()
-            }
+        let (len, turn) = (len.max(1), self.room.as_ref().map_or(0, CudaRoom::current));
+        if let Some(held) = self.held.as_ref().filter(|h| h.len >= len && h.turn == turn) {
+            return held.start;
         }
+        self.held = None;
+        let new = match &self.room {
+            Some(room) => room.place(len).map(|start| (start, None)),
+            None => Memory::new(context, len).map(|m| (m.start(), Some(Arc::new(m)))),
+        };
+        let (start, memory) = match new {
+            Err(CudaError::OutOfMemory { .. }) => {
+                // No hook shall print a backtrace: whoever runs the step expects this.
+                std::panic::resume_unwind(Box::new(DeviceError::OutOfMemory { what: "activations", missing: len }))
+            }
+            other => other.or_fatal("activations"),
+        };
+        self.held.insert(Held { start, len, turn, _memory: memory, _room: self.room.clone() }).start
     }
 
     /// Addresses of pieces of so many bytes, one after the other.
@@ -59,12 +74,12 @@ impl Growable {
 
     /// The address; 0 before the first use.
     pub(super) fn start(&self) -> DevicePtr {
-        self.memory.as_ref().map_or(0, |m| m.start()) + self.lent.unwrap_or(0)
+        self.held.as_ref().map_or(0, |h| h.start)
     }
 
-    /// Its memory from `offset` on, which lives as long as somebody has it.
-    pub(super) fn lend(&self, offset: usize) -> Self {
-        Self { memory: self.memory.clone(), lent: Some(self.lent.unwrap_or(0) + offset as u64) }
+    /// Takes the memory of `other` from `offset` on instead of its own. It lives as long as somebody has it.
+    pub(super) fn borrow(&mut self, other: &Self, offset: usize) {
+        self.held = other.held.as_ref().map(|h| Held { start: h.start + offset as u64, len: 0, ..h.clone() });
     }
 }
 
@@ -93,16 +108,17 @@ pub struct CudaBuffer {
 }
 
 impl CudaBuffer {
-    /// A buffer with no rows yet.
-    pub(super) fn new(context: &Context, width: usize) -> Self {
+    /// A buffer with no rows yet, of a room or of memory of its own.
+    pub(super) fn new(context: &Context, room: Option<&CudaRoom>, width: usize) -> Self {
+        let memory = || room.map_or_else(Growable::default, Growable::of);
         Self {
-            memory: Growable::default(),
+            memory: memory(),
             context: context.clone(),
             width,
             rows: 0,
             made: Made::default(),
-            split: Activations::default(),
-            partial: Growable::default(),
+            split: Activations::of(memory()),
+            partial: memory(),
         }
     }
 
@@ -127,8 +143,8 @@ impl CudaBuffer {
     /// Makes it the rows `rows` of `x`, in the same memory, until it is resized.
     pub(super) fn borrow_rows(&mut self, x: &Self, rows: Range<usize>) {
         assert!(rows.end <= x.rows && self.width == x.width, "rows {rows:?} of {}, {} wide", x.rows, x.width);
-        self.memory = x.memory.lend(rows.start * x.width * 4);
-        self.split = x.split.lend();
+        self.memory.borrow(&x.memory, rows.start * x.width * 4);
+        self.split.borrow(&x.split);
         self.made = Made {
             split: x.made.split.map(|(order, acts)| (order, acts.after_rows(rows.start, x.width))),
             ..Made::default()

@@ -9,6 +9,7 @@ use super::driver::{Context, CudaError, Driver, KernelArg, Stream};
 use super::fatal::OrFatal;
 use super::host::Host;
 use super::kernels::{File, Kernels};
+use super::room::CudaRoom;
 use super::step::{Arenas, CudaStep};
 use super::weight::{self, CudaWeight};
 use super::{dense, products, quantized, sample, split};
@@ -135,6 +136,7 @@ impl Device for CudaDevice {
     type Bank = CudaBank;
     type Step = CudaStep;
     type Checkpoint = CudaCheckpoint;
+    type Room = CudaRoom;
 
     fn describe(&self) -> String {
         let d = self.context.device();
@@ -151,7 +153,19 @@ impl Device for CudaDevice {
     }
 
     fn buffer(&self, width: usize) -> CudaBuffer {
-        CudaBuffer::new(&self.context, width)
+        CudaBuffer::new(&self.context, None, width)
+    }
+
+    fn room(&self) -> CudaRoom {
+        CudaRoom::new(&self.context)
+    }
+
+    fn buffer_in(&self, room: &CudaRoom, width: usize) -> CudaBuffer {
+        CudaBuffer::new(&self.context, Some(room), width)
+    }
+
+    fn turn(&self, room: &CudaRoom) {
+        room.turn();
     }
 
     fn bank(&self, spec: &StateSpec, context: usize) -> Result<CudaBank, DeviceError> {

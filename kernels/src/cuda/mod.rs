@@ -35,6 +35,8 @@ mod qkv;
 #[cfg(feature = "cuda")]
 mod quantized;
 #[cfg(feature = "cuda")]
+mod room;
+#[cfg(feature = "cuda")]
 mod sample;
 #[cfg(feature = "cuda")]
 mod sparse;

@@ -71,7 +71,7 @@ pub(super) fn bytes(rows: usize, cols: usize) -> usize {
 }
 
 /// Device memory for split activations.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Activations(Growable);
 
 impl ActsArg {
@@ -97,9 +97,14 @@ impl ActsArg {
 }
 
 impl Activations {
-    /// The same memory, which lives as long as somebody has it.
-    pub(super) fn lend(&self) -> Self {
-        Self(self.0.lend(0))
+    /// In such memory.
+    pub(super) fn of(memory: Growable) -> Self {
+        Self(memory)
+    }
+
+    /// Keeps the memory of `other`.
+    pub(super) fn borrow(&mut self, other: &Self) {
+        self.0.borrow(&other.0, 0);
     }
 
     /// Room for `rows` rows of `cols` columns.

@@ -281,6 +281,20 @@ impl Space {
         })
     }
 
+    /// Maps `len` bytes of new memory at `offset`, for the device to read and write.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] or what [`Space::map`] refuses; nothing is mapped there then.
+    pub fn fill(&mut self, offset: u64, len: u64) -> Result<(), CudaError> {
+        let memory = Physical::create(&self.reservation.context, len)?;
+        self.map(offset, memory)?;
+        let allowed = self.allow(offset, len, Access::ReadWrite);
+        if allowed.is_err() {
+            let _ = self.unmap(offset);
+        }
+        allowed
+    }
+
     /// Undoes the mapping that begins at `offset` and gives its memory back; `None` when there is none.
     ///
     /// # Errors

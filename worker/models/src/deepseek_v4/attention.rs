@@ -18,8 +18,8 @@ struct Projections<D: SparseOps> {
 }
 
 impl<D: SparseOps> Projections<D> {
-    fn new(device: &D, width: usize) -> Self {
-        Self { values: device.buffer(width), scores: device.buffer(width) }
+    fn new(device: &D, room: &D::Room, width: usize) -> Self {
+        Self { values: device.buffer_in(room, width), scores: device.buffer_in(room, width) }
     }
 
     fn lend(&self, device: &D, rows: &Range<usize>, to: &mut Self) {
@@ -39,14 +39,14 @@ struct Projected<D: SparseOps> {
 }
 
 impl<D: SparseOps> Projected<D> {
-    fn new(device: &D, p: &Params) -> Self {
+    fn new(device: &D, room: &D::Room, p: &Params) -> Self {
         Self {
-            q_norm: device.buffer(p.q_lora),
-            kv_raw: device.buffer(p.head_dim),
-            plain: Projections::new(device, p.head_dim),
-            overlapping: Projections::new(device, 2 * p.head_dim),
-            index: Projections::new(device, 2 * p.index_dim),
-            index_w: device.buffer(p.index_heads),
+            q_norm: device.buffer_in(room, p.q_lora),
+            kv_raw: device.buffer_in(room, p.head_dim),
+            plain: Projections::new(device, room, p.head_dim),
+            overlapping: Projections::new(device, room, 2 * p.head_dim),
+            index: Projections::new(device, room, 2 * p.index_dim),
+            index_w: device.buffer_in(room, p.index_heads),
         }
     }
 }
@@ -61,7 +61,7 @@ struct Inner<D: SparseOps> {
     groups: D::Buffer,
 }
 
-/// Buffers of the attention sublayer; reused by every layer.
+/// Buffers of the attention sublayer; reused by every layer. They are used in one turn of their room.
 pub struct AttentionBuffers<D: SparseOps> {
     q_latent: D::Buffer,
     projected: Projected<D>,
@@ -73,19 +73,19 @@ pub struct AttentionBuffers<D: SparseOps> {
 
 impl<D: SparseOps> AttentionBuffers<D> {
     /// Buffers with no rows yet.
-    pub fn new(device: &D, p: &Params) -> Self {
+    pub fn new(device: &D, room: &D::Room, p: &Params) -> Self {
         Self {
-            q_latent: device.buffer(p.q_lora),
-            projected: Projected::new(device, p),
-            part: Projected::new(device, p),
-            part_y: device.buffer(p.hidden),
+            q_latent: device.buffer_in(room, p.q_lora),
+            projected: Projected::new(device, room, p),
+            part: Projected::new(device, room, p),
+            part_y: device.buffer_in(room, p.hidden),
             inner: Inner {
-                q: device.buffer(p.heads * p.head_dim),
-                kv: device.buffer(p.head_dim),
-                index_q: device.buffer(p.index_heads * p.index_dim),
+                q: device.buffer_in(room, p.heads * p.head_dim),
+                kv: device.buffer_in(room, p.head_dim),
+                index_q: device.buffer_in(room, p.index_heads * p.index_dim),
                 selection: D::Selection::default(),
-                heads: device.buffer(p.heads * p.head_dim),
-                groups: device.buffer(p.o_groups * p.o_lora),
+                heads: device.buffer_in(room, p.heads * p.head_dim),
+                groups: device.buffer_in(room, p.o_groups * p.o_lora),
             },
         }
     }

@@ -16,28 +16,37 @@ pub struct Scratch<D: SparseOps + HyperOps + MoeOps> {
     pub x: D::Buffer,
     /// `[rows, D]`.
     pub normed: D::Buffer,
-    /// `[rows, D]`.
+    /// `[rows, D]`, of a turn of the room.
     pub y: D::Buffer,
     /// Of the attention sublayer.
     pub attention: AttentionBuffers<D>,
     mix: D::Buffer,
     ffn: FfnBuffers<D>,
     wanted: D::Buffer,
+    /// What attention has is done with when the experts begin.
+    room: D::Room,
 }
 
 impl<D: SparseOps + HyperOps + MoeOps> Scratch<D> {
     /// Buffers with no rows yet.
     pub fn new(device: &D, p: &Params) -> Self {
         let n = p.hyper.streams;
+        let room = device.room();
         Self {
             x: device.buffer(p.hidden),
             normed: device.buffer(p.hidden),
-            y: device.buffer(p.hidden),
-            attention: AttentionBuffers::new(device, p),
+            y: device.buffer_in(&room, p.hidden),
+            attention: AttentionBuffers::new(device, &room, p),
             mix: device.buffer(2 * n + n * n),
-            ffn: FfnBuffers::new(device, p),
+            ffn: FfnBuffers::new(device, &room, p),
             wanted: device.buffer(n * p.hidden),
+            room,
         }
+    }
+
+    /// Begins a turn: before `y`, attention or the feed-forward sublayer is used for something new.
+    pub fn turn(&self, device: &D) {
+        device.turn(&self.room);
     }
 }
 
@@ -54,13 +63,15 @@ pub fn run<D: SparseOps + HyperOps + MoeOps>(
     let (p, w, kind) = (layer.p, layer.w, layer.kind);
     let norm = (&w.attn_norm, p.rms_eps);
     device.hyper_pre_norm(&p.hyper, &w.attn_hyper, streams, norm, &mut s.mix, &mut s.x, &mut s.normed);
+    s.turn(device);
     layer.run(device, steps, &mut s.attention, &s.normed, &mut s.y);
     device.hyper_post_toward(&p.hyper, &s.mix, &s.y, streams, Some(&w.ffn_hyper));
 
     let norm = (&w.ffn_norm, p.rms_eps);
     device.hyper_pre_norm(&p.hyper, &w.ffn_hyper, streams, norm, &mut s.mix, &mut s.x, &mut s.normed);
-    ffn::run(device, &steps.whole, p, kind, w, &mut s.ffn, &s.normed, &mut s.y);
-    device.hyper_post_terms(&p.hyper, &s.mix, (&mut s.y, s.ffn.shared()), streams, next);
+    s.turn(device);
+    ffn::run(device, &steps.whole, p, kind, w, &mut s.ffn, &s.normed);
+    device.hyper_post_terms(&p.hyper, &s.mix, s.ffn.output(), streams, next);
 }
 
 /// Tensors of an output head.

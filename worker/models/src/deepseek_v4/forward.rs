@@ -89,6 +89,7 @@ impl<D: SparseOps + HyperOps + MoeOps> Model<D> for DeepseekV4<D> {
     fn forward(&mut self, device: &D, plan: &BatchPlan, banks: &mut [D::Bank]) -> Result<(), ModelError> {
         let steps = Steps::new(device, plan, banks, self.attention_rows)?;
         let p = &self.p;
+        self.scratch.turn(device);
         device.embed(&steps.whole, &self.global.embedding, &mut self.scratch.y);
         device.hyper_start(p.hyper.streams, &self.scratch.y, &mut self.streams);
         for (i, ((w, kind), slots)) in self.layers.iter().zip(&p.layers).zip(&self.slots).enumerate() {

@@ -138,6 +138,7 @@ impl<D: SparseOps + HyperOps + MoeOps> Mtp<D> {
     fn run(&mut self, device: &D, steps: &Steps<D>, base: &Base<'_, D>, s: &mut Scratch<D>, wanted: bool) {
         let Base { p, global, rotary, numerics } = *base;
         let (n, w) = (p.hyper.streams, &self.w);
+        s.turn(device);
         device.embed(&steps.whole, &global.embedding, &mut s.x);
         device.rms_norm(&s.x, &w.embedding_norm, p.rms_eps, &mut s.normed);
         device.matmul(&s.normed, &mut [(&w.embedding, &mut s.y)]);
