@@ -39,7 +39,7 @@ const EXIT_CODES: &str = "Exit codes: 0 drained; 1 fatal error; 2 bad usage, con
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Flags {
     /// Address that the HTTP API listens on (a socket passed by systemd or a supervisor goes first)
-    #[arg(long, env = "DS4_HTTP", value_name = "ADDR")]
+    #[arg(long, env = "DS4_HTTP", value_name = "ADDR", value_parser = ds4_settings::listen_address)]
     pub http: Option<SocketAddr>,
     /// Allow an address that other machines can reach, although the API asks for no keys
     #[arg(long, env = "DS4_ALLOW_REMOTE", num_args = 0..=1, require_equals = true, default_missing_value = "true")]

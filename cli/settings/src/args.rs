@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::parser::ValueSource;
@@ -81,4 +82,27 @@ where
     let origins = Origins::new(&command, &matches);
     let cli = C::from_arg_matches(&matches).map_err(|e| e.format(&mut command))?;
     Ok((cli, origins))
+}
+
+/// Reads a listening address: `ADDRESS:PORT`, with `localhost` for 127.0.0.1.
+///
+/// # Errors
+/// What is expected instead.
+pub fn listen_address(text: &str) -> Result<SocketAddr, String> {
+    let numeric = text.strip_prefix("localhost:").map_or_else(|| text.to_owned(), |port| format!("127.0.0.1:{port}"));
+    numeric.parse().map_err(|_| "give an address and a port, such as 127.0.0.1:8080".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn listening_addresses_have_a_port_and_localhost_is_known() {
+        assert_eq!(listen_address("localhost:80"), Ok(SocketAddr::from(([127, 0, 0, 1], 80))));
+        assert_eq!(listen_address("[::1]:8080").unwrap().port(), 8080);
+        for bad in ["8080", "localhost", "example.org:80", "127.0.0.1:99999"] {
+            assert!(listen_address(bad).unwrap_err().contains("such as"), "{bad}");
+        }
+    }
 }

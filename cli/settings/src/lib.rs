@@ -53,7 +53,7 @@ mod args;
 mod layers;
 mod paths;
 
-pub use args::{ConfigArgs, Origins, parse, try_parse_from};
+pub use args::{ConfigArgs, Origins, listen_address, parse, try_parse_from};
 pub use layers::{ConfigErrors, Layered, Problems, SECTIONS, SHARED_KEYS, Source, layer};
 pub use paths::{BROKER_SOCKET, OWNER_SOCKET, WORKER_SOCKET, cache_dir, default_runtime_dir, models_dir};
 

@@ -57,8 +57,11 @@ pub struct ServeArgs {
     /// Token that it gets beside the model's state of a position: next (the one that follows) or same
     #[arg(long, value_name = "TOKEN", requires = "mtp")]
     mtp_alignment: Option<String>,
-    /// Address that the HTTP API listens on
-    #[arg(long, value_name = "ADDR")]
+    /// Whose memory holds the weights: memfd (the machine's), cuda-vmm, or auto (a CUDA device where there is one)
+    #[arg(long, value_name = "BACKEND", value_parser = ["auto", "memfd", "cuda-vmm"])]
+    backend: Option<String>,
+    /// Address that the HTTP API listens on, with its port
+    #[arg(long, value_name = "ADDR", value_parser = ds4_settings::listen_address)]
     http: Option<SocketAddr>,
     /// Allow an address that other machines can reach, although the API asks for no keys
     #[arg(long)]
@@ -89,6 +92,9 @@ impl ServeArgs {
         let mut args = Vec::new();
         for model in self.model.iter().chain(&self.mtp) {
             args.extend(["--model".into(), std::path::absolute(model)?.into()]);
+        }
+        if let Some(backend) = &self.backend {
+            args.extend(["--backend".into(), backend.into()]);
         }
         args.extend(self.allow_dev_models.then(|| "--allow-dev-models".into()));
         Ok(args)

@@ -233,7 +233,10 @@ async fn not_found(method: Method, uri: Uri) -> Response {
         StatusCode::NOT_FOUND,
         ErrorType::InvalidRequest,
         "unknown_url",
-        format!("unknown request URL: {method} {path}"),
+        format!(
+            "unknown request URL: {method} {path}; there are POST /v1/chat/completions and /v1/completions, GET /v1/models, \
+             /v1/stats, /health and /metrics"
+        ),
     )
     .into_response()
 }
