@@ -78,7 +78,7 @@ impl Computed {
 
 fn error(got: &[f32], want: &[f32], spread: f64) -> f64 {
     assert_eq!(got.len(), want.len());
-    got.iter().zip(want).map(|(g, w)| (f64::from(*g) - f64::from(*w)).abs() / spread).fold(0.0, f64::max)
+    got.iter().zip(want).map(|(g, w)| (f64::from(*g) - f64::from(*w)).abs() / spread).fold(0.0, support::greater)
 }
 
 /// No token: the block's guess never agrees with it.

@@ -130,7 +130,7 @@ fn error(case: &Value, from: usize, got: &[Vec<f32>]) -> (f64, usize) {
         let Some(got) = (row as usize).checked_sub(from).and_then(|i| got.get(i)) else { continue };
         compared += 1;
         for (g, w) in got.iter().zip(want) {
-            worst = worst.max((f64::from(*g) - w).abs() / spread);
+            worst = support::greater(worst, (f64::from(*g) - w).abs() / spread);
         }
     }
     (worst, compared)

@@ -85,7 +85,10 @@ impl Kernel for Sample {
             if got[..exact] != want[..exact] {
                 return f64::INFINITY;
             }
-            let far = |(g, w): (&f32, &f32)| f64::from((g - w).abs()) / f64::from(w.abs()).max(1e-30);
+            let far = |(g, w): (&f32, &f32)| {
+                let far = f64::from((g - w).abs()) / f64::from(w.abs()).max(1e-30);
+                if far.is_nan() { f64::INFINITY } else { far }
+            };
             got[exact..].iter().zip(&want[exact..]).map(far).fold(0.0, f64::max)
         };
         got.chunks(exact + 2).zip(want.chunks(exact + 2)).map(row).fold(0.0, f64::max)

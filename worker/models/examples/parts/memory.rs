@@ -8,7 +8,7 @@ use ds4_kernels::Device;
 use ds4_kernels::cuda::CudaDevice;
 use ds4_kernels::ops::{KvNumerics, RowQuery};
 use ds4_models::Model;
-use ds4_models::deepseek_v4::DeepseekV4;
+use ds4_models::deepseek_v4::{ATTENTION_ROWS, DeepseekV4};
 
 use crate::flash::{self, flash};
 
@@ -37,7 +37,7 @@ pub(crate) fn memory(d: &CudaDevice, layers: u64) {
     println!("{STREAMS} banks of {} tokens: {:.0} MiB, {counted:.0} counted", PROMPT + 64, kept - bound);
     let tokens: Vec<u32> = (0..PROMPT).map(|i| u32::try_from(1000 + i * 104_729 % 100_003).unwrap()).collect();
     let mut first: Option<Vec<f32>> = None;
-    for rows in [256, 512, 1024, CHUNK] {
+    for rows in [256, ATTENTION_ROWS, 1024, CHUNK] {
         model.set_attention_rows(rows);
         let mut row = Vec::new();
         // The first time allocates.

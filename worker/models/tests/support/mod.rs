@@ -188,5 +188,10 @@ pub fn errors(got: &[f32], want: &[f64]) -> (f64, f64) {
     let mean = want.iter().sum::<f64>() / n;
     let spread = (want.iter().map(|w| (w - mean).powi(2)).sum::<f64>() / n).sqrt();
     let diff = || got.iter().zip(want).map(|(g, w)| (f64::from(*g) - w).abs());
-    ((diff().map(|d| d * d).sum::<f64>() / n).sqrt() / spread, diff().fold(0.0, f64::max))
+    ((diff().map(|d| d * d).sum::<f64>() / n).sqrt() / spread, diff().fold(0.0, greater))
+}
+
+/// The greater of two; what is no number is greater than all, where `f64::max` passes over it.
+pub fn greater(a: f64, b: f64) -> f64 {
+    if b.is_nan() { f64::INFINITY } else { a.max(b) }
 }
