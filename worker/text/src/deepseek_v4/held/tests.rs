@@ -144,7 +144,7 @@ fn deepseek_v4_strict_calls_follow_their_schemas() {
             &call("weather", &(parameter("city", true, "a") + &rest + &parameter("more", true, "b"))),
             &format!("so<{DSML}tool_calls>\n"),
             &format!("{}.", good("Oslo")),
-            &DSML.to_owned(),
+            DSML,
         ],
     );
     for choice in [ToolChoice::Required, ToolChoice::Named("weather".into())] {
