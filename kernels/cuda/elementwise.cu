@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(256) rms_norm_4(const float* x, con
 // superblocks then). A block per row, eight columns a thread.
 extern "C" __global__ void __launch_bounds__(1024) rms_norm_8(const float* x, const float* weight, float eps, int width, float* out, Acts acts) {
     __shared__ float part[32];
+    let_next_in();
     const int column = threadIdx.x * 8, warps = blockDim.x >> 5;
     float v[8], w[8];
 #pragma unroll

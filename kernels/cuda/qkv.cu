@@ -15,6 +15,7 @@ extern "C" __global__ void __launch_bounds__(128) index_pack(const float* q, int
 // product that follows; a warp per superblock. Heads are a multiple of 8 wide, rows one of 256.
 extern "C" __global__ void __launch_bounds__(256) unrotate_split(const float2* turns, int pairs, int head_dim, int superblocks, float* x,
                                                                     int64_t total, Acts to) {
+    let_next_in();
     after_previous();
     const int64_t at = int64_t(blockIdx.x) * 8 + threadIdx.x / 32;
     if (at >= total) return;

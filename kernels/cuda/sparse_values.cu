@@ -266,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) sparse_values_narrow(Step s
     Narrow& w = *reinterpret_cast<Narrow*>(shared);
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3, side = warp >> 2, quarter = warp & 3;
     const int local = blockIdx.x, part = blockIdx.y, slice = blockIdx.z, row = f.first + local, pos = st.positions[row];
+    let_next_in();
     after_previous();
     const Seen s(p, row, pos);
     const int steps = s.steps(), piece = s.piece(), window_steps = s.window / 16, rounds = (steps + 2 * piece - 1) / (2 * piece);

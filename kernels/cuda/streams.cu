@@ -367,6 +367,7 @@ struct Finish {
 // warp's rounds go on beside the norm, and nothing in the kernel waits for them. Blocks: (row, part of the width).
 extern "C" __global__ void __launch_bounds__(128) streams_finish(Finish f) {
     __shared__ float pre[STREAMS], shared_scale;
+    let_next_in();
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = (blockDim.x >> 5) - 1, r = blockIdx.x;
     if (warp == warps) {
         const bool head = !f.mix;

@@ -179,8 +179,8 @@ pub(super) fn product(
             (items, rows.div_ceil(each) * matrices, width, each)
         }
         Rows::Listed(l) => {
-            // The launch before the one that is running when this one starts.
-            let known = i32::from(l.made < d.launches());
+            // Made before the launch before the previous one: that has ended when this one starts (see `let_next_in` in common.cuh).
+            let known = i32::from(l.made + 1 < d.launches());
             let (list, count, order, per_row) = (l.list, l.count, l.order, int(per_row));
             let items = ItemsArg { list, count, order, per_row, known, ..ItemsArg::default() };
             (items, l.most, l.width, l.width.rows())

@@ -25,8 +25,8 @@ pub(super) const MOST_TERMS: usize = 8;
 const FEW_ROWS: usize = 64;
 /// Rows of such a block (`MOST_PER_BLOCK` in streams.cu at most).
 const PER_BLOCK: usize = 32;
-/// Launches after which mixing weights are certain to be there before the previous kernel has ended; one would do.
-const LONG_AGO: u64 = 3;
+/// Launches after which mixing weights are certain to be there before the previous kernel has ended; three would do.
+const LONG_AGO: u64 = 5;
 
 /// `Update` in streams.cu.
 #[repr(C)]
