@@ -101,51 +101,59 @@ struct Sums {
     float acc[NB][2 * HALVES][32];
 };
 
-// Adds up the chunks in order. acc[.][k] of lane 4 * g + t is output 2 * t + k % 2 of row g + 8 * (k / 2).
-template <int NB, int HALVES, class Scale>
-__device__ __forceinline__ void add_up(const Sums<NB, HALVES>* sums, int chunks, Scale scale, int o0, int outputs, int row0, int rows, float* out) {
+// Adds up the chunks in order: `sums` gives a chunk's. acc[.][k] of lane 4 * g + t is output 2 * t + k % 2 of row g + 8 * (k / 2).
+template <int NB, int HALVES, class Found, class Scale>
+__device__ __forceinline__ void add_up(Found sums, int chunks, Scale scale, int o0, int outputs, int row0, int rows, float* out) {
     for (int i = threadIdx.y * 32 + threadIdx.x; i < 64 * NB * HALVES; i += blockDim.y * 32) {
         const int r = i / (8 * NB), n = i % (8 * NB), o = o0 + n, row = row0 + r;
         if (o >= outputs || row >= rows) continue;
         const int k = r / 8 * 2 + n % 2, at = r % 8 * 4 + n % 8 / 2;
         float v = 0.0f;
 #pragma unroll 8
-        for (int c = 0; c < chunks; c++) v = __fmaf_rn(scale(c, r), sums[c].acc[n / 8][k][at], v);
+        for (int c = 0; c < chunks; c++) v = __fmaf_rn(scale(c, r), sums(c).acc[n / 8][k][at], v);
         out[int64_t(row) * outputs + o] = v;
     }
 }
 
-// ---- up to 8 rows: a warp splits the activations of its chunk ----
+// ---- up to 4 rows: a warp splits the activations of its chunk ----
 //
-// `few` and `dense_some` may run beside the kernel before them: what they read was written by the one before that, or earlier (see
-// `after_previous`). Their sums are done when they wait. After a product of 6 MB, compressors of 21 MB cost 6.3 us instead of 10.8.
+// `dense_few` and `dense_some` may run beside the kernel before them: what they read was written by the one before that, or earlier (see
+// `after_previous`). Their sums are done when they wait. Compressors of 8.4 MB after a product of 6.7: 3.6 us more for one row, where a warp
+// that held its weights in registers took 7.4.
 
-// A block has 8 * NB outputs for each of its blockDim.z slices, whose blockDim.y warps have every blockDim.y-th chunk. Dynamic shared memory: for each slice the sums and 8 scales of every chunk; then for each warp 64 * rows pieces.
-template <int NB>
-__device__ __forceinline__ void few(const Members& m, const float* x, int x_stride, int rows, bool beside) {
+constexpr int SLOT = GROUPS * 32;  // a chunk of eight outputs, 16 bytes a lane; when it is done with, its sums lie there
+
+// Where piece `i` of output `o` lies in a slot: a row's pieces together, so that a warp's copy has whole lines; lanes that read pieces of two
+// rows meet in no bank.
+__device__ __forceinline__ int place(int o, int i) { return o * 32 + (i ^ (o & 1) * 4); }
+
+__device__ __forceinline__ void copy16(uint4* to, const __half* from, bool is) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(is ? 16 : 0) : "memory");
+}
+
+// A block has 8 outputs for each of its blockDim.z slices, whose blockDim.y warps have every blockDim.y-th chunk. All weights of a block
+// are asked for at once, before its inputs are there; each warp has its own. Dynamic shared memory: slots of each slice's chunks, 8 scales of
+// each, and 64 * rows pieces of each warp.
+extern "C" __global__ void __launch_bounds__(512) dense_few(Members m, const float* x, int x_stride, int rows, int beside) {
     extern __shared__ uint4 shared[];
     const int lane = threadIdx.x, g = lane >> 2, t = lane & 3, cols = m.cols, chunks = (cols + CHUNK - 1) / CHUNK;
-    Sums<NB, 1>* sums = reinterpret_cast<Sums<NB, 1>*>(shared);
-    float* scale = reinterpret_cast<float*>(sums + blockDim.z * chunks);
+    uint4* slots = shared + threadIdx.z * chunks * SLOT;
+    float* scale = reinterpret_cast<float*>(shared + blockDim.z * chunks * SLOT);
     uint4* pieces = reinterpret_cast<uint4*>(scale + blockDim.z * chunks * 8) + (threadIdx.z * blockDim.y + threadIdx.y) * 64 * rows;
-    sums += threadIdx.z * chunks, scale += threadIdx.z * chunks * 8;
+    scale += threadIdx.z * chunks * 8;
     int tile = blockIdx.x;
-    const int which = member_of(m, 8 * NB * blockDim.z, tile), outputs = m.outputs[which];
-    const int o0 = (tile * blockDim.z + threadIdx.z) * 8 * NB;
-    const __half* from[NB];
+    const int which = member_of(m, 8 * blockDim.z, tile), outputs = m.outputs[which], o0 = (tile * blockDim.z + threadIdx.z) * 8;
+    const __half* from = m.all[which].w + 8 * lane;
+    for (int c = threadIdx.y; c < chunks; c += blockDim.y) {
+        const int k = c * CHUNK;
 #pragma unroll
-    for (int n = 0; n < NB; n++) from[n] = m.all[which].w + int64_t(min(o0 + 8 * n + g, outputs - 1)) * cols + 8 * t;
+        for (int o = 0; o < 8; o++) copy16(slots + c * SLOT + place(o, lane), from + int64_t(min(o0 + o, outputs - 1)) * cols + k, k + 8 * lane < cols);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    if (!beside) after_previous();
     // Rows that do not exist are the last one again: nothing of them is kept.
     const uint4* mine = pieces + min(g, rows - 1) * 4 + t;
-    bool waited = false;
     for (int c = threadIdx.y; c < chunks; c += blockDim.y) {
-        uint4 w[NB][GROUPS];
-#pragma unroll
-        for (int i = 0; i < GROUPS; i++)
-#pragma unroll
-            for (int n = 0; n < NB; n++) w[n][i] = weights(from[n] + c * CHUNK + i * GROUP, c * CHUNK + i * GROUP + 8 * t < cols);
-        if (!waited && !beside) after_previous();
-        waited = true;
         const int k = c * CHUNK + 8 * lane;
         for (int r = 0; r < rows; r += 2) {
             float4 v[2][2];
@@ -161,41 +169,33 @@ __device__ __forceinline__ void few(const Members& m, const float* x, int x_stri
                 if (lane == 0) scale[c * 8 + r + q] = down;
             }
         }
+        // All chunks after this one but the next have to come too, which costs nothing where there are two.
+        if (c + blockDim.y < chunks) asm volatile("cp.async.wait_group 1;" ::: "memory");
+        else asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncwarp();
-        float acc[NB][4];
-#pragma unroll
-        for (int n = 0; n < NB; n++)
-#pragma unroll
-            for (int q = 0; q < 4; q++) acc[n][q] = 0.0f;
+        uint4* slot = slots + c * SLOT;
+        float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) {
             if (c * CHUNK + i * GROUP >= cols) break;
+            const uint4 w = slot[place(g, 4 * i + t)];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const uint4 a = mine[(half * 8 + i) * 4 * rows];
-#pragma unroll
-                for (int n = 0; n < NB; n++) mma(acc[n], a.x, 0, a.y, 0, w[n][i].x, w[n][i].y);
-#pragma unroll
-                for (int n = 0; n < NB; n++) mma(acc[n], a.z, 0, a.w, 0, w[n][i].z, w[n][i].w);
+                mma(acc, a.x, 0, a.y, 0, w.x, w.y);
+                mma(acc, a.z, 0, a.w, 0, w.z, w.w);
             }
         }
-#pragma unroll
-        for (int n = 0; n < NB; n++)
-#pragma unroll
-            for (int q = 0; q < 2; q++) sums[c].acc[n][q][lane] = acc[n][q];
         __syncwarp();
+        Sums<1, 1>& sums = *reinterpret_cast<Sums<1, 1>*>(slot);
+#pragma unroll
+        for (int q = 0; q < 2; q++) sums.acc[0][q][lane] = acc[q];
     }
-    if (!waited || beside) after_previous();
+    if (beside) after_previous();
     __syncthreads();
-    add_up<NB, 1>(sums, chunks, [&](int c, int r) { return scale[c * 8 + r]; }, o0, outputs, 0, rows, m.all[which].out);
+    const auto found = [&](int c) -> const Sums<1, 1>& { return *reinterpret_cast<const Sums<1, 1>*>(slots + c * SLOT); };
+    add_up<1, 1>(found, chunks, [&](int c, int r) { return scale[c * 8 + r]; }, o0, outputs, 0, rows, m.all[which].out);
 }
-
-#define FEW(NB)                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(512) dense_few_##NB(Members m, const float* x, int x_stride, int rows, int beside) { \
-        few<NB>(m, x, x_stride, rows, beside);                                                                                     \
-    }
-FEW(2)
-FEW(1)
 
 // ---- more rows: activations split once ----
 
@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(512) dense_some(Members m, const ui
     if (!waited || beside) after_previous();
     __syncthreads();
     const float* by = scale + int64_t(blockIdx.y) * chunks * 16;
-    add_up<NB, 2>(sums, chunks, [&](int c, int r) { return by[c * 16 + r]; }, o0, outputs, blockIdx.y * 16, rows, m.all[which].out);
+    add_up<NB, 2>([&](int c) -> const Sums<NB, 2>& { return sums[c]; }, chunks, [&](int c, int r) { return by[c * 16 + r]; }, o0, outputs, blockIdx.y * 16, rows, m.all[which].out);
 }
 
 __device__ __forceinline__ void copy16(void* to, const void* from, bool is) {

@@ -18,8 +18,9 @@ const TILE: usize = 16;
 const BLOCK: usize = 64;
 /// Most rows of the kernel that splits activations where it uses them: with more, a launch that does it for all blocks costs less.
 const FEW: usize = 4;
-/// Most bytes of shared memory for sums.
+/// Most bytes of shared memory for sums, and of a block that has all its weights there.
 const MOST_SUMS: usize = 64 * 1024;
+const MOST_WEIGHTS: usize = 99 * 1024;
 
 /// `Members` in dense.cu.
 #[repr(C)]
@@ -57,8 +58,8 @@ fn has_kernel(ty: GgmlType, cols: usize) -> bool {
 /// How a product is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
-    /// All rows, `8 * columns` outputs for each of `slices`, whose chunks `warps` warps share.
-    Few { columns: usize, warps: usize, slices: usize },
+    /// All rows, 8 outputs for each of `slices`, whose chunks `warps` warps share.
+    Few { warps: usize, slices: usize },
     /// 16 rows, 16 outputs for each of `slices`, after a kernel that splits the activations.
     Some { warps: usize, slices: usize },
     /// Blocks of `rows` by `outputs`, after that kernel too.
@@ -71,16 +72,22 @@ impl Kernel {
         let chunks = cols.div_ceil(CHUNK);
         let tiles: usize = outputs.iter().map(|n| n.div_ceil(16)).sum();
         let units = tiles * rows.div_ceil(TILE);
-        // Many warps have all of a small matrix on its way at once; of a large one they would be too much for a multiprocessor, and beside
-        // another kernel they would wait for its end.
-        let together = if units <= multiprocessors && !beside { 16 } else { 8 };
-        let warps = chunks.min(together);
-        let slices = (together / warps).max(1);
-        let few = Self::Few { columns: if 4 * units <= multiprocessors { 1 } else { 2 }, warps, slices };
-        let some = Self::Some { warps, slices };
-        if rows <= FEW && few.shared(rows, chunks) <= MOST_SUMS + 16 * 1024 {
-            return few;
+        // Many warps have all of a small matrix on its way at once; of a large one they would be too much for a multiprocessor. With its
+        // weights in registers they would wait for the end of a kernel that it runs beside.
+        let shares = |together: usize| {
+            let warps = chunks.min(together);
+            (warps, (together / warps).max(1))
+        };
+        let few = [16, 8].map(|together| {
+            let (warps, slices) = shares(together);
+            Self::Few { warps, slices }
+        });
+        let few = &few[usize::from(units > multiprocessors)..];
+        if let Some(few) = few.iter().find(|few| rows <= FEW && few.shared(rows, chunks) <= MOST_WEIGHTS) {
+            return *few;
         }
+        let (warps, slices) = shares(if units <= multiprocessors && !beside { 16 } else { 8 });
+        let some = Self::Some { warps, slices };
         // Where weights are read for many rows more than once, tiles of them are faster.
         if units <= 5 * multiprocessors && some.shared(rows, chunks) <= MOST_SUMS {
             return some;
@@ -97,9 +104,7 @@ impl Kernel {
     /// Bytes of shared memory of a block.
     fn shared(self, rows: usize, chunks: usize) -> usize {
         match self {
-            Self::Few { columns, warps, slices } => {
-                slices * (chunks * (columns * 2 * 32 * 4 + 8 * 4) + warps * rows * 2 * CHUNK * 2)
-            }
+            Self::Few { warps, slices } => slices * (chunks * (8 * CHUNK * 2 + 8 * 4) + warps * rows * 2 * CHUNK * 2),
             Self::Some { slices, .. } => slices * chunks * 2 * 4 * 32 * 4,
             Self::Many { rows, outputs, stages, .. } => stages * 2 * GROUP * (outputs + 2 * rows),
         }
@@ -108,7 +113,7 @@ impl Kernel {
     /// Blocks over outputs and over rows.
     fn blocks(self, rows: usize, outputs: &[usize]) -> [usize; 2] {
         let (across, down) = match self {
-            Self::Few { columns, slices, .. } => (8 * columns * slices, rows),
+            Self::Few { slices, .. } => (8 * slices, rows),
             Self::Some { slices, .. } => (16 * slices, TILE),
             Self::Many { outputs, rows, .. } => (outputs, rows),
         };
@@ -169,9 +174,9 @@ pub(super) fn matmul(
         let (from, width, n) = (x.start(), int(cols), int(rows));
         let [pieces, scale] = prepared.split.unwrap_or_default();
         match kernel {
-            Kernel::Few { columns, warps, slices } => {
-                let (name, block) = (format!("dense_few_{columns}"), [32, dim(warps), dim(slices)]);
-                d.launch(File::Dense, &name, grid, block, shared, &[&arg, &from, &width, &n, &beside]);
+            Kernel::Few { warps, slices } => {
+                let block = [32, dim(warps), dim(slices)];
+                d.launch(File::Dense, "dense_few", grid, block, shared, &[&arg, &from, &width, &n, &beside]);
             }
             Kernel::Some { warps, slices } => {
                 let block = [32, dim(warps), dim(slices)];
@@ -213,7 +218,7 @@ mod tests {
                     assert!(shared <= MAX_SHARED, "{kernel:?}, {cols} columns: {shared} bytes");
                     let [across, down] = kernel.blocks(rows, outputs);
                     let (each, high, threads) = match kernel {
-                        Kernel::Few { columns, warps, slices } => (8 * columns * slices, rows, warps * slices * 32),
+                        Kernel::Few { warps, slices } => (8 * slices, rows, warps * slices * 32),
                         Kernel::Some { warps, slices } => (16 * slices, TILE, warps * slices * 32),
                         Kernel::Many { outputs, rows, threads, .. } => (outputs, rows, threads as usize),
                     };
@@ -229,10 +234,14 @@ mod tests {
     fn a_launch_is_chosen_by_how_often_weights_are_read_and_how_many_blocks_there_are() {
         let of = |rows, outputs: &[usize]| Kernel::of(rows, 4096, outputs, 132, false);
         let group = [1024, 1024, 256, 256, 64];
-        assert_eq!(of(1, &[256]), Kernel::Few { columns: 1, warps: 16, slices: 1 });
-        assert_eq!(Kernel::of(1, 4096, &[256], 132, true), Kernel::Few { columns: 1, warps: 8, slices: 1 });
-        assert_eq!(of(4, &group), Kernel::Few { columns: 2, warps: 8, slices: 1 });
-        assert_eq!(Kernel::of(1, 1024, &[8192], 132, false), Kernel::Few { columns: 2, warps: 4, slices: 2 });
+        assert_eq!(of(1, &[256]), Kernel::Few { warps: 16, slices: 1 });
+        assert_eq!(Kernel::of(1, 4096, &[512, 512], 132, true), Kernel::Few { warps: 16, slices: 1 });
+        assert_eq!(of(4, &group), Kernel::Few { warps: 8, slices: 1 });
+        assert_eq!(Kernel::of(1, 1024, &[8192], 132, false), Kernel::Few { warps: 4, slices: 2 });
+        assert!(
+            !matches!(Kernel::of(1, 16384, &[24], 132, false), Kernel::Few { .. }),
+            "more than a block has room for"
+        );
         assert_eq!([of(5, &[512, 512]), of(512, &[256])], [16, 8].map(|warps| Kernel::Some { warps, slices: 1 }));
         let size = |kernel| match kernel {
             Kernel::Many { rows, outputs, .. } => [rows, outputs],
