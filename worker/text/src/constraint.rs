@@ -24,6 +24,14 @@ const WHITE_SPACE: &str = r"\x20|\x0A(?:\x20{0,48}|\x09{0,12})";
 #[error("{0}")]
 pub struct ConstraintError(pub String);
 
+impl ConstraintError {
+    /// What the grammar's library says, without its marks of what it left out.
+    fn of(e: impl fmt::Display) -> Self {
+        let text = e.to_string();
+        Self(text.split("\n<non-verbose").next().unwrap_or_default().to_owned())
+    }
+}
+
 /// A vocabulary in the form that grammars need, built once a tokenizer.
 pub(crate) struct Grammars {
     factory: ParserFactory,
@@ -55,7 +63,7 @@ impl Grammars {
         let words: Vec<Vec<u8>> = (0..count).map(word).collect();
         let trie = TokTrie::from(&TokRxInfo::new(count, *eos), &words).with_eos_tokens(&eog);
         let env: TokEnv = Arc::new(ApproximateTokEnv::new(trie));
-        let mut factory = ParserFactory::new_simple(&env).map_err(|e| ConstraintError(e.to_string()))?;
+        let mut factory = ParserFactory::new_simple(&env).map_err(ConstraintError::of)?;
         factory.quiet();
         // An error goes to a client: it names the fault, and not the parser's state.
         factory.limits_mut().verbose_errors = false;
@@ -63,11 +71,15 @@ impl Grammars {
     }
 
     fn constraint(&self, grammar: TopLevelGrammar) -> Result<Constraint, ConstraintError> {
-        let matcher = Matcher::new(self.factory.create_parser(grammar));
-        match matcher.get_error() {
-            None => Ok(Constraint { matcher, eog: Arc::clone(&self.eog) }),
-            Some(why) => Err(ConstraintError(why)),
+        let mut matcher = Matcher::new(self.factory.create_parser(grammar));
+        if let Some(why) = matcher.get_error() {
+            return Err(ConstraintError::of(why));
         }
+        // Such as a schema that refers to itself alone.
+        if !matcher.compute_mask_or_eos().is_ok_and(|first| !first.is_zero()) {
+            return Err(ConstraintError("nothing can follow it".into()));
+        }
+        Ok(Constraint { matcher, eog: Arc::clone(&self.eog) })
     }
 
     /// An answer that is JSON after this schema.
@@ -121,7 +133,7 @@ impl Constraint {
         } else {
             self.matcher.validate_tokens(&[token]).map(|n| n == 1)
         };
-        verdict.map_err(|e| ConstraintError(e.to_string()))
+        verdict.map_err(ConstraintError::of)
     }
 
     /// Makes every logit -inf whose token may not come next.
@@ -129,7 +141,7 @@ impl Constraint {
     /// # Errors
     /// As [`Constraint::permits`].
     pub fn restrict(&mut self, logits: &mut [f32]) -> Result<(), ConstraintError> {
-        let permitted = self.matcher.compute_mask_or_eos().map_err(|e| ConstraintError(e.to_string()))?;
+        let permitted = self.matcher.compute_mask_or_eos().map_err(ConstraintError::of)?;
         // The model may have more logits than its vocabulary has tokens.
         for (id, logit) in logits.iter_mut().enumerate() {
             if id >= permitted.len() || !permitted.get(id) {

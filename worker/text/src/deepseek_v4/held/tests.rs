@@ -188,6 +188,8 @@ fn deepseek_v4_what_cannot_be_enforced_is_refused_when_it_is_strict() {
         assert!(e.tool == Some(1) && e.why.contains(part), "{parameters}: {e:?}");
     }
     assert_eq!(strict(json!({"type": "object", "properties": {"a": {"type": "string", "pattern": "^a+$"}}})), None);
+    let itself = of(json!([]), ToolChoice::Auto, Some(json!({"$ref": "#"}))).unwrap();
+    assert!(itself.is_none(), "nothing can follow it");
     let unmet = json!({"type": "object", "not": {}});
     let input = |response_strict| ChatInput {
         response_format: Some(unmet.clone()),
