@@ -32,9 +32,10 @@ fn owner(sandbox: &Sandbox, models: &[&Path]) -> Process {
     owner
 }
 
-fn answer(address: &str, content: &str, temperature: f64) -> Value {
+fn answer(address: &str, content: &str, temperature: f64, format: &Value) -> Value {
     let body = json!({"model": NAME, "messages": [{"role": "user", "content": content}], "temperature": temperature,
-        "seed": 1, "max_tokens": 40, "thinking": false, "logit_bias": {"1": -100}, "logprobs": true, "top_logprobs": 3});
+        "seed": 1, "max_tokens": 40, "thinking": false, "logit_bias": {"1": -100}, "logprobs": true, "top_logprobs": 3,
+        "response_format": format});
     let (status, answer) = http::post(address, "/v1/chat/completions", &body);
     assert_eq!(status, 200, "{answer}");
     answer["choices"][0].clone()
@@ -47,6 +48,10 @@ fn deepseek_v4_mtp_is_served_beside_its_model_and_changes_no_answer() {
     let _owner = owner(&sandbox, &[&model(), &block]);
     // Without a name, the model is the one that is not a prediction block.
     let questions = ["Hello.", "What is the time? ".repeat(20).as_str(), "Name a river."].map(str::to_owned);
+    let schema = json!({"type": "object", "properties": {"a": {"type": "string", "minLength": 30}, "b": {"enum": ["x", "y"]}},
+        "required": ["b", "a"]});
+    let held = json!({"type": "json_schema", "json_schema": {"name": "n", "strict": true, "schema": schema}});
+    let kinds = [(0.0, json!({"type": "text"})), (0.7, json!({"type": "text"})), (0.0, held.clone()), (0.7, held)];
     let mut answers: Vec<Vec<Value>> = Vec::new();
     for more in [
         &[][..],
@@ -55,7 +60,8 @@ fn deepseek_v4_mtp_is_served_beside_its_model_and_changes_no_answer() {
         &["--mtp", BLOCK, "--mtp-draft", "4", "--mtp-margin", "0.05"],
     ] {
         let mut worker = sandbox.worker(&[&["--ctx", "2048"][..], more].concat());
-        answers.push(questions.iter().flat_map(|q| [0.0, 0.7].map(|t| answer(&worker.http, q, t))).collect());
+        let each = questions.iter().flat_map(|q| kinds.iter().map(move |(t, format)| (q, t, format)));
+        answers.push(each.map(|(q, t, format)| answer(&worker.http, q, *t, format)).collect());
         let status = sandbox.ctl(&["status"])["worker"].clone();
         let stats: Value = serde_json::from_str(&http::get(&worker.http, "/v1/stats").1).unwrap();
         let (_, metrics) = http::get(&worker.http, "/metrics");
@@ -112,7 +118,7 @@ fn deepseek_v4_mtp_comes_with_ds4_serve() {
         (status["worker"]["state"] == "ready").then(|| status["worker"].clone())
     });
     assert_eq!((&status["model"], &status["drafter"]), (&json!(NAME), &json!(BLOCK)), "{status}");
-    answer(status["http"].as_str().unwrap(), "Hello.", 0.0);
+    answer(status["http"].as_str().unwrap(), "Hello.", 0.0, &Value::Null);
     assert!(sandbox.ctl(&["status"])["worker"]["drafted_tokens"].as_u64() > Some(0));
     serve.kill();
 
