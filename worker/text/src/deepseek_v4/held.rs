@@ -42,6 +42,9 @@ pub(super) fn constraint(input: &ChatInput, tokenizer: &Tokenizer) -> Result<Opt
         tokenizer.grammars()?.lark(text)
     });
     match held {
+        Err(_) if strict && input.response_format.is_some() && !input.response_strict => {
+            constraint(&ChatInput { response_format: None, ..input.clone() }, tokenizer)
+        }
         Ok(held) => Ok(Some(held)),
         Err(e) if strict => Err(culprit(e, &tools, tokenizer)),
         Err(e) => answer(Err(e)),
@@ -52,9 +55,8 @@ pub(super) fn constraint(input: &ChatInput, tokenizer: &Tokenizer) -> Result<Opt
 fn culprit(e: ConstraintError, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Unenforceable {
     let fails = |tool: &Tool<'_>| {
         let mut grammar = Grammar { dsml: 0, rules: String::new(), schemas: 0 };
-        let own = grammar.invoke(tool).err();
-        let own =
-            own.or_else(|| tokenizer.grammars().and_then(|g| g.schema(tool.parameters.unwrap_or(&Value::Null))).err());
+        let alone = |parameters| tokenizer.grammars().and_then(|g| g.schema(parameters)).err();
+        let own = grammar.invoke(tool).err().or_else(|| tool.parameters.and_then(alone));
         own.map(|e| Unenforceable { tool: Some(tool.index), why: e.0 })
     };
     tools.iter().filter(|t| t.strict).find_map(fails).unwrap_or_else(|| Unenforceable::answer(e))

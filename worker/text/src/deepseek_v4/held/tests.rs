@@ -190,7 +190,23 @@ fn deepseek_v4_what_cannot_be_enforced_is_refused_when_it_is_strict() {
     assert_eq!(strict(json!({"type": "object", "properties": {"a": {"type": "string", "pattern": "^a+$"}}})), None);
     let itself = of(json!([]), ToolChoice::Auto, Some(json!({"$ref": "#"}))).unwrap();
     assert!(itself.is_none(), "nothing can follow it");
+    let bare = json!({"type": "function", "function": {"name": "bare", "strict": true}});
     let unmet = json!({"type": "object", "not": {}});
+    let both = |response_strict| {
+        let input = ChatInput {
+            tools: Some(json!([bare])),
+            response_format: Some(unmet.clone()),
+            response_strict,
+            ..ChatInput::of(vec![ChatMessage::new("user", "q")])
+        };
+        constraint(&input, tokenizer())
+    };
+    assert_eq!(both(true).unwrap_err().tool, None, "the tool is none to blame");
+    check(
+        &both(false).unwrap().unwrap(),
+        &["Hello", &call("bare", "\n")],
+        &[&call("bare", &parameter("a", true, "b"))],
+    );
     let input = |response_strict| ChatInput {
         response_format: Some(unmet.clone()),
         response_strict,
