@@ -156,6 +156,9 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
     // Before anything is taken over or loaded: what fails here concerns this command alone.
     if let Some(worker) = worker_status.filter(|_| running_worker.is_some()) {
         takeover::same_model(&worker, &held, &models, &wants)?;
+        if let Some(asked) = args.http.filter(|a| a.port() != 0 && a.to_string() != worker.http) {
+            eprintln!("ds4 serve: the running worker goes on listening on {}, and not on {asked}", worker.http);
+        }
     }
     let mut http = Http::new(&plan)?;
     if running_worker.is_none() {
