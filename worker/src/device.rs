@@ -20,7 +20,7 @@ mod with_kernels {
     use crate::failure::Failure;
 
     /// Prompt tokens of a step where nothing was asked for: enough rows for every expert of a large model to have some. Activations of
-    /// so many take about 1.2 GiB in Flash's shape.
+    /// so many take 0.6 GiB in Flash's shape.
     const PREFILL_CHUNK: usize = 2048;
 
     /// Starts on the device that holds the weights.

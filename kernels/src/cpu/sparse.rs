@@ -18,6 +18,7 @@ use crate::cpu::lanes::N;
 use crate::cpu::matmul;
 use crate::cpu::raw::RawRows;
 use crate::cpu::{CpuBuffer, CpuDevice, CpuStep, CpuWeight, compress, elementwise, indexer, state_rows};
+use crate::device::Device;
 use crate::math::lowp;
 use crate::ops::{Compressor, Indexer, KvNumerics, SparseAttention, SparseOps};
 
@@ -180,11 +181,15 @@ impl SparseOps for CpuDevice {
         out.data_mut().copy_from_slice(&x.data()[rows.start * x.width()..rows.end * x.width()]);
     }
 
-    fn put_rows(&self, part: &CpuBuffer, first: usize, rows: usize, x: &mut CpuBuffer) {
-        assert_eq!(x.width(), part.width(), "rows of another width");
-        x.resize(rows);
-        let width = x.width();
-        x.data_mut()[first * width..][..part.data().len()].copy_from_slice(part.data());
+    fn matmul_rows(&self, x: &CpuBuffer, w: &CpuWeight, first: usize, rows: usize, out: &mut CpuBuffer) {
+        if x.rows() == rows {
+            return self.matmul(x, &mut [(w, out)]);
+        }
+        let width = out.width();
+        let mut part = self.buffer(width);
+        self.matmul(x, &mut [(w, &mut part)]);
+        out.resize(rows);
+        out.data_mut()[first * width..][..part.data().len()].copy_from_slice(part.data());
     }
 
     fn head_rms(&self, x: &mut CpuBuffer, head_dim: usize, eps: f32) {

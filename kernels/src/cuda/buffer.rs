@@ -24,9 +24,9 @@ struct Held {
     len: usize,
     /// When the room gave it, 0 for the driver's.
     turn: u64,
-    // One of them keeps it there.
+    /// Keeps it there, if it is not of the own room.
     _memory: Option<Arc<Memory>>,
-    _room: Option<CudaRoom>,
+    room: Option<CudaRoom>,
 }
 
 impl Growable {
@@ -59,7 +59,7 @@ impl Growable {
             }
             other => other.or_fatal("activations"),
         };
-        self.held.insert(Held { start, len, turn, _memory: memory, _room: self.room.clone() }).start
+        self.held.insert(Held { start, len, turn, _memory: memory, room: None }).start
     }
 
     /// Addresses of pieces of so many bytes, one after the other.
@@ -79,7 +79,20 @@ impl Growable {
 
     /// Takes the memory of `other` from `offset` on instead of its own. It lives as long as somebody has it.
     pub(super) fn borrow(&mut self, other: &Self, offset: usize) {
-        self.held = other.held.as_ref().map(|h| Held { start: h.start + offset as u64, len: 0, ..h.clone() });
+        self.held = other.held.as_ref().map(|h| {
+            let room = h.room.as_ref().or(other.room.as_ref()).cloned();
+            Held { start: h.start + offset as u64, len: 0, room, ..h.clone() }
+        });
+    }
+
+    /// The `len` bytes from `offset` on, to be written.
+    fn part(&self, offset: usize, len: usize) -> Self {
+        let mut part = Self { room: self.room.clone(), held: None };
+        part.borrow(self, offset);
+        if let Some(held) = &mut part.held {
+            held.len = len;
+        }
+        part
     }
 }
 
@@ -150,6 +163,16 @@ impl CudaBuffer {
             ..Made::default()
         };
         self.rows = rows.len();
+    }
+
+    /// Its rows `rows`, for an operation that writes as many.
+    pub(super) fn rows_mut(&mut self, rows: Range<usize>) -> Self {
+        assert!(rows.end <= self.rows, "rows {rows:?} of {}", self.rows);
+        self.made = Made::default();
+        let row = self.width * 4;
+        // As much as is asked for of few rows; none of it is written.
+        let memory = self.memory.part(rows.start * row, rows.len().max(16) * row);
+        Self { memory, rows: rows.len(), ..Self::new(&self.context, None, self.width) }
     }
 
     /// Address of element (0, 0).

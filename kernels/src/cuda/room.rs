@@ -4,6 +4,8 @@
 //! the first address. A step's turns ask for the same sizes in the same order in every layer and in every step of as many rows, so their
 //! launches have the same addresses, by which they are found again (see `driver/queue.rs`).
 //!
+//! A buffer that gets more rows in the same turn gets another place: what comes in parts begins with the largest.
+//!
 //! A kernel that writes before the kernel before it has ended (`after_previous` in common.cuh names them) must not be the first one of a turn
 //! to write: what that kernel uses may be of the turn before. F16 products beside others are not, and routing has memory of its own.
 

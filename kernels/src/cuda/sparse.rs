@@ -12,6 +12,7 @@ use super::kernels::{File, dim, int, long, threads};
 use super::quantized::{self, SUPERBLOCK};
 use super::step::CudaStep;
 use super::weight::CudaWeight;
+use crate::device::Device;
 use crate::ops::{Compressor, Indexer, KvNumerics, Operands, SparseAttention, SparseOps};
 
 /// Angular frequencies in device memory, f64.
@@ -58,17 +59,16 @@ impl SparseOps for CudaDevice {
         out.borrow_rows(x, rows);
     }
 
-    fn put_rows(&self, part: &CudaBuffer, first: usize, rows: usize, x: &mut CudaBuffer) {
-        assert!(part.width() == x.width() && first + part.rows() <= rows, "rows of another buffer");
-        if first == 0 {
-            x.resize(rows);
+    fn matmul_rows(&self, x: &CudaBuffer, w: &CudaWeight, first: usize, rows: usize, out: &mut CudaBuffer) {
+        if x.rows() == rows {
+            return self.matmul(x, &mut [(w, out)]);
         }
-        assert_eq!(x.rows(), rows, "parts of one step");
-        let bytes = x.width() * 4;
-        let to = x.changed() + (first * bytes) as u64;
-        #[allow(unsafe_code, reason = "a copy on the device")]
-        // SAFETY: the rows exist on both sides, and two buffers do not overlap.
-        unsafe { self.stream().copy(to, part.start(), part.rows() * bytes) }.or_fatal("rows of a part");
+        if first == 0 {
+            out.resize(rows);
+        }
+        assert_eq!(out.rows(), rows, "parts of one step");
+        let mut part = out.rows_mut(first..first + x.rows());
+        self.matmul(x, &mut [(w, &mut part)]);
     }
 
     fn head_rms(&self, x: &mut CudaBuffer, head_dim: usize, eps: f32) {

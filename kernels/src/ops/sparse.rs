@@ -109,8 +109,8 @@ pub trait SparseOps: Device {
     /// Makes `out` the rows `rows` of `x`, for reading: a copy, or the same memory, so that it is good until `x` is written.
     fn lend_rows(&self, x: &Self::Buffer, rows: Range<usize>, out: &mut Self::Buffer);
 
-    /// Makes `part` rows of `x` from row `first` on. `x` gets `rows` rows with its first part; what others have written stays.
-    fn put_rows(&self, part: &Self::Buffer, first: usize, rows: usize, x: &mut Self::Buffer);
+    /// Writes `x · wᵀ` to the rows of `out` from `first` on. With the first ones, `out` gets `rows` rows; later ones leave the others as they are.
+    fn matmul_rows(&self, x: &Self::Buffer, w: &Self::Weight, first: usize, rows: usize, out: &mut Self::Buffer);
 
     /// Divides every head of `x` by its RMS (no weight).
     fn head_rms(&self, x: &mut Self::Buffer, head_dim: usize, eps: f32);

@@ -65,9 +65,8 @@ struct Inner<D: SparseOps> {
 pub struct AttentionBuffers<D: SparseOps> {
     q_latent: D::Buffer,
     projected: Projected<D>,
-    /// Rows of the projections and of the output that a part of a step has.
+    /// Rows of them that a part of a step has.
     part: Projected<D>,
-    part_y: D::Buffer,
     inner: Inner<D>,
 }
 
@@ -78,7 +77,6 @@ impl<D: SparseOps> AttentionBuffers<D> {
             q_latent: device.buffer_in(room, p.q_lora),
             projected: Projected::new(device, room, p),
             part: Projected::new(device, room, p),
-            part_y: device.buffer_in(room, p.hidden),
             inner: Inner {
                 q: device.buffer_in(room, p.heads * p.head_dim),
                 kv: device.buffer_in(room, p.head_dim),
@@ -125,12 +123,11 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
     pub fn run(&self, device: &D, steps: &Steps<D>, b: &mut AttentionBuffers<D>, x: &D::Buffer, y: &mut D::Buffer) {
         self.project(device, &steps.whole, b, x);
         if steps.parts.is_empty() {
-            return self.attend(device, &steps.whole, &b.projected, &mut b.inner, y);
+            return self.attend(device, &steps.whole, &b.projected, &mut b.inner, (0, steps.rows), y);
         }
         for part in &steps.parts {
             self.lend(device, part, &b.projected, &mut b.part);
-            self.attend(device, &part.step, &b.part, &mut b.inner, &mut b.part_y);
-            device.put_rows(&b.part_y, part.rows.start, steps.rows, y);
+            self.attend(device, &part.step, &b.part, &mut b.inner, (part.rows.start, steps.rows), y);
         }
     }
 
@@ -171,8 +168,16 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
         }
     }
 
-    /// Attention of a step, or of a part of one, with what its inputs were projected to.
-    fn attend(&self, device: &D, step: &D::Step, from: &Projected<D>, b: &mut Inner<D>, y: &mut D::Buffer) {
+    /// Attention of a step, or of a part of one, with what its inputs were projected to; to the rows of `y`, of `rows` in all, from `first` on.
+    fn attend(
+        &self,
+        device: &D,
+        step: &D::Step,
+        from: &Projected<D>,
+        b: &mut Inner<D>,
+        (first, rows): (usize, usize),
+        y: &mut D::Buffer,
+    ) {
         let Self { p, kind, w, slots, .. } = *self;
         let rope = if kind.ratio == 0 { &self.rotary.plain } else { &self.rotary.compressed };
         let indexer = self.indexer(device, step);
@@ -223,7 +228,7 @@ impl<D: SparseOps> AttentionLayer<'_, D> {
         }
         device.rope_tail(step, rope, p.head_dim, true, &mut b.heads);
         device.grouped_matmul(&b.heads, &w.output_a, p.o_groups, &mut b.groups);
-        device.matmul(&b.groups, &mut [(&w.output_b, y)]);
+        device.matmul_rows(&b.groups, &w.output_b, first, rows, y);
     }
 
     fn compressor<'a>(
