@@ -23,7 +23,7 @@ use super::module::{self, Shape};
 use super::{Context, CudaError, Graph, Stream};
 
 /// Fewest and most operations that are started together.
-const SEGMENT: (usize, usize) = (32, 512);
+const SEGMENT: (usize, usize) = (8, 512);
 /// Shorter runs are not worth a graph.
 const MIN_GRAPH: usize = 8;
 /// Most graphs, and most runs that were seen once: more are forgotten, all at once. A sequence of 65,536 tokens needs 24 depths of
@@ -376,7 +376,7 @@ mod tests {
             all.push(segment(started));
             started += segment(started);
         }
-        assert_eq!(all, [32, 32, 64, 128, 256, 512, 512]);
+        assert_eq!(all, [8, 8, 16, 32, 64, 128, 256, 512, 512]);
     }
 
     #[test]
