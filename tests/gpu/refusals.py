@@ -11,11 +11,14 @@ from harness import BACKEND, FIXTURES, PROMPTS, Served, report, say, used
 
 def part_memory():
     """Allocations of a worker are refused one at a time (DS4_CUDA_REFUSE): the worker says so and ends, or answers that request with
-    503 and the next as ever. All of them, every 16th first, as far as DS4_GPU_MEMORY_S seconds (60) go; DS4_GPU_MEMORY=FROM-TO takes a part of
+    503 and the next as ever. All of them, every 16th first, as far as DS4_GPU_MEMORY_S seconds (60) go; DS4_GPU_MEMORY=1-40,55 takes a part of
     them, and the loads' only with the first. DS4_GPU_LANES workers (8) at once."""
     model = FIXTURES / "deepseek_v4/tiny-v4.gguf"
     end = time.monotonic() + float(os.environ.get("DS4_GPU_MEMORY_S", "60"))
-    first, last = map(int, os.environ.get("DS4_GPU_MEMORY", "1-2000").split("-"))
+    wanted = set()
+    for part in os.environ.get("DS4_GPU_MEMORY", "1-2000").split(","):
+        first, _, last = part.partition("-")
+        wanted.update(range(int(first), int(last or first) + 1))
     before = used()
     served = Served(model, BACKEND)
     worker = served.worker("--max-batch", 2)
@@ -23,8 +26,8 @@ def part_memory():
     worker.stop()
     served.stop()
     seen, lock = {}, threading.Lock()
-    most = [last + 1]  # there are fewer allocations than this
-    numbers = iter([n for start in (16, 8, 12, 4, *range(1, 16)) for n in range(start, last + 1, 16) if n >= first])
+    most = [max(wanted) + 1]  # there are fewer allocations than this
+    numbers = iter([n for start in (16, 8, 12, 4, *range(1, 16)) for n in range(start, most[0], 16) if n in wanted])
 
     def following():
         with lock:
@@ -53,7 +56,7 @@ def part_memory():
 
     lanes = [threading.Thread(target=lane) for _ in range(int(os.environ.get("DS4_GPU_LANES", "8")))]
     [t.start() for t in lanes]
-    loads = loads_refused(model) if BACKEND == "cuda-vmm" and first == 1 else {}
+    loads = loads_refused(model) if BACKEND == "cuda-vmm" and 1 in wanted else {}
     [t.join() for t in lanes]
     wrong = {n: w["wrong"] for n, w in seen.items() if "wrong" in w}
     kinds = {}
@@ -64,7 +67,7 @@ def part_memory():
         "loads_refused": loads,
         "allocations_fewer_than": most[0],
         "refused": len(seen),
-        "not_tried": [n for n in range(first, most[0]) if n not in seen],
+        "not_tried": sorted(n for n in wanted if n < most[0] and n not in seen),
         "outcomes": {k: len(v) for k, v in kinds.items()},
         "device_mib": [before, used()],
         "each": {n: f"{seen[n].get('outcome')}: {seen[n].get('call')}: {seen[n].get('said', '')}"[:200] for n in sorted(seen)},

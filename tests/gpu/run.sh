@@ -11,7 +11,7 @@
 #   tiny    owner, workers and HTTP on the fixtures: the greedy tokens of a CPU worker, with graphs and without, alone and together;
 #           kills; 200 attaches
 #   starter SmolLM2 (the file DS4_STARTER_MODEL): as tiny, against transformers' tokens and logits, and `ds4 bench throughput`; needs `gpu`
-#   memory  the allocations of a worker refused one at a time (all: DS4_GPU_MEMORY=FROM-TO; at most DS4_GPU_MEMORY_S seconds, 60)
+#   memory  the allocations of a worker refused one at a time (all, or DS4_GPU_MEMORY=1-40,55; at most DS4_GPU_MEMORY_S seconds, 60)
 #   small   as tiny, on a synthetic model of 90 MB with the production geometry; SIGKILL in the middle of a prompt; guesses of a
 #           prediction block; `ds4 bench restart`
 #   full    the load, SIGKILL in the middle of a prompt, `ds4 bench throughput` (decode behind 2k, 8k and 64k: DS4_GPU_AT) and `ds4 bench
