@@ -6,6 +6,7 @@
 pub(crate) mod attend;
 pub(crate) mod attention;
 pub(crate) mod bank;
+pub(crate) mod buffer;
 pub(crate) mod bytes;
 pub(crate) mod compress;
 pub(crate) mod dot;
@@ -55,6 +56,7 @@ use crate::state::{StateSpec, StateType};
 use attention::SpanView;
 use bank::BankView;
 pub use bank::{CpuBank, CpuCheckpoint};
+pub use buffer::{CpuBuffer, CpuRoom};
 pub use isa::Isa;
 pub use moe::CpuRouting;
 use moe::ExpertScratch;
@@ -65,50 +67,6 @@ pub use sparse::CpuSelection;
 
 /// Elements per pool item of row-wise operations: about 2 microseconds of work.
 const GRAIN: usize = 8192;
-
-/// f32 activations `[rows, width]`.
-#[derive(Clone, Debug, Default)]
-pub struct CpuBuffer {
-    data: Vec<f32>,
-    width: usize,
-    rows: usize,
-}
-
-impl CpuBuffer {
-    /// Columns.
-    pub fn width(&self) -> usize {
-        self.width
-    }
-
-    /// Rows.
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Row-major elements.
-    pub fn data(&self) -> &[f32] {
-        &self.data[..self.rows * self.width]
-    }
-
-    /// Row-major elements.
-    pub fn data_mut(&mut self) -> &mut [f32] {
-        &mut self.data[..self.rows * self.width]
-    }
-
-    /// Row `row`.
-    pub fn row(&self, row: usize) -> &[f32] {
-        &self.data()[row * self.width..(row + 1) * self.width]
-    }
-
-    /// Sets the number of rows; the content is unspecified afterwards. Memory is kept when it shrinks.
-    pub fn resize(&mut self, rows: usize) {
-        let n = rows * self.width;
-        if self.data.len() < n {
-            self.data.resize(n, 0.0);
-        }
-        self.rows = rows;
-    }
-}
 
 /// A bound weight: shared read-only bytes, and for vectors (norms) their f32 values.
 pub struct CpuWeight {
@@ -287,7 +245,7 @@ impl Device for CpuDevice {
     type Bank = CpuBank;
     type Step = CpuStep;
     type Checkpoint = CpuCheckpoint;
-    type Room = ();
+    type Room = CpuRoom;
 
     fn describe(&self) -> String {
         format!("cpu ({}, {} threads)", self.isa.name(), self.threads())
@@ -323,16 +281,20 @@ impl Device for CpuDevice {
     }
 
     fn buffer(&self, width: usize) -> CpuBuffer {
-        CpuBuffer { data: Vec::new(), width, rows: 0 }
+        CpuBuffer::new(width, None)
     }
 
-    fn room(&self) {}
-
-    fn buffer_in(&self, (): &(), width: usize) -> CpuBuffer {
-        self.buffer(width)
+    fn room(&self) -> CpuRoom {
+        CpuRoom::default()
     }
 
-    fn turn(&self, (): &()) {}
+    fn buffer_in(&self, room: &CpuRoom, width: usize) -> CpuBuffer {
+        CpuBuffer::new(width, Some(room.clone()))
+    }
+
+    fn turn(&self, room: &CpuRoom) {
+        room.turn();
+    }
 
     fn bank(&self, spec: &StateSpec, context: usize) -> Result<CpuBank, DeviceError> {
         CpuBank::new(spec, context)
