@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness import BACKEND, BIN, FIXTURES, KIND, OUT, PROMPTS, WORK, Process, Served, bench, command, quietly, report, say, synth, used, used_now
@@ -171,7 +172,7 @@ def part_small():
 
 
 def full_by_hand(path):
-    """What `ds4 bench` does not measure: the load, decode at 2k of context with graphs and without, and the worker's memory."""
+    """What `ds4 bench` does not measure: the worker's memory, 200 attaches, and kills in the middle of a prompt and of a load."""
     out = {}
     before = used()
     served = Served(path, BACKEND)
@@ -179,28 +180,27 @@ def full_by_hand(path):
     out["owner_stages"] = [l.split("INFO")[-1].strip()[:160] for l in served.owner.text().splitlines() if "stage=" in l]
     time.sleep(0.7)
     with_weights = used()
-    for graphs in [True, False]:
-        worker = served.worker("--ctx", 4096, f"--cuda-graphs={str(graphs).lower()}")
-        figures = []
-        for seed in range(3):  # the first time, activations are allocated and graphs recorded
-            prompt = [1000 + (seed * 7919 + i * 104729) % 25000 for i in range(2048)]
-            figures.append(served.timed(prompt, 129))
-        prefill, decode = figures[-1]
-        out["graphs" if graphs else "no_graphs"] = {
-            "prefill_2k_tok_s": prefill,
-            "decode_at_2k_tok_s": decode,
-            "first_prefill_2k_tok_s": figures[0][0],
-            **beyond_weights(served, with_weights),
-        }
-        worker.stop()
-    # Every bank with rows in it, and activations of as many streams as there are banks.
     worker = served.worker("--ctx", 4096)
-    prompts = [[1000 + (seed * 7919 + i * 104729) % 25000 for i in range(2048)] for seed in range(16)]
-    threads = [threading.Thread(target=served.timed, args=(p, 65)) for p in prompts]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
+    figures = []
+    for seed in range(3):  # the first time, activations are allocated and graphs recorded
+        prompt = [1000 + (seed * 7919 + i * 104729) % 25000 for i in range(2048)]
+        figures.append(served.timed(prompt, 129))
+    prefill, decode = figures[-1]
+    out["one_stream"] = {
+        "prefill_2k_tok_s": prefill,
+        "decode_at_2k_tok_s": decode,
+        "first_prefill_2k_tok_s": figures[0][0],
+        **beyond_weights(served, with_weights),
+    }
+    # Every bank with rows in it, and activations of as many streams as there are banks.
+    prompts = [[1000 + (seed * 7919 + i * 104729) % 25000 for i in range(2048)] for seed in range(3, 19)]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        list(threads.map(lambda prompt: served.timed(prompt, 65), prompts))
     out["sixteen_streams"] = beyond_weights(served, with_weights)
     worker.stop()
+    # A sample of the chunks is compared: out of their tiles, some 0.5 s a GiB.
+    attached = command(BIN / "ds4-worker", "--config", "/dev/null", "--runtime-dir", served.dir, "--self-test", "--self-test-cycles", 200)
+    out["attach"] = json.loads(attached)
     out["killed_mid_prefill"] = killed_mid_prefill(served, 8192, "--ctx", 10240)
     served.stop()
     out["weights_mib"] = with_weights - before
@@ -273,7 +273,7 @@ def part_full():
             "throughput_deep": ["throughput", "--ctx", "70000", "--prefill", "2048", "--decode", "128", "--streams", "1", "--repeats", "1",
                                 "--at", os.environ.get("DS4_GPU_AT", "2048,8192,65536")],
             "restart": ["restart", "--cycles", os.environ.get("DS4_GPU_CYCLES", "10")],
-            "load": ["load", "--repeats", "3", "--attach-cycles", "200"],
+            "load": ["load", "--repeats", "3"],
         }.items():
             out[name] = bench(*args, "--model", path)
             say(name, json.dumps(out[name])[:600])
