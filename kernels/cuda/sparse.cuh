@@ -16,5 +16,7 @@ struct Sparse {
 
 __device__ __forceinline__ int history(const Sparse& p, int row, int pos) {
     const int visible = p.ratio ? (pos + 1) / p.ratio : 0;
-    return p.selected && p.counts[row] >= 0 ? p.counts[row] : visible;
+    if (!p.selected) return visible;
+    const int count = __ldcg(p.counts + row);  // some kernels ask before they wait
+    return count >= 0 ? count : visible;
 }

@@ -327,6 +327,8 @@ extern "C" __global__ void __launch_bounds__(32 * NARROW_WARPS, 3) sparse_scores
     }
     __syncthreads();
     if (!some) return;
+    // Side by side, where the values' kernel would meet a line of the cache for each.
+    if (part == 0 && t == 0 && !window) *reinterpret_cast<uint2*>(f.exponents + (int64_t(local) * f.stride + base + g) * 8) = scales;
     const uint32_t q = uint32_t(__cvta_generic_to_shared(queries)) + ((lane & 15) * PITCH + (lane >> 4) * 8) * 2;
     float total[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     // Four chunks side by side: one is a chain of eight products that wait for each other.

@@ -26,6 +26,7 @@ struct Places {
     float* tops;             // [rows of the launch, heads, stride / places of a warp's tile]: the greatest of each tile
     const uint8_t** keys;    // [rows of the launch, stride]
     __half* recent;          // [rows of the step, 512]: this step's rows
+    uint8_t* exponents;      // [rows of the launch, stride, 8]: scales of compressed places as they are stored, for few rows
 };
 
 // What a query sees.

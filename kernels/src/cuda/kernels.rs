@@ -40,6 +40,7 @@ files! {
     CompressRows = "compress_rows";
     Dense = "dense";
     Elementwise = "elementwise";
+    Few = "few";
     Hyper = "hyper";
     IndexScores = "index_scores";
     IndexTop = "index_top";
@@ -53,6 +54,7 @@ files! {
     SparseAttention = "sparse_attention";
     SparseScores = "sparse_scores";
     SparseValues = "sparse_values";
+    SparseValuesNarrow = "sparse_values_narrow";
     Split = "split";
     State = "state";
     Streams = "streams";

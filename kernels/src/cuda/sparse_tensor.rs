@@ -27,8 +27,8 @@ const SCORE_PLACES: usize = 32;
 const SCORE_BLOCK: [u32; 3] = [128, 1, 1];
 /// Bytes that a head's query takes in shared memory.
 const QUERY: usize = 2 * 2 * (512 + 8);
-/// Shared memory of the blocks that sum values (`Narrow`, `Wide` in `sparse_values.cu`).
-const NARROW_SHARED: usize = 52_672;
+/// Shared memory of the blocks that sum values (`Narrow` in `sparse_values_narrow.cu`, `Wide` in `sparse_values.cu`).
+const NARROW_SHARED: usize = 98_752;
 const WIDE_SHARED: usize = 90_368;
 /// Places that share a greatest score, at least.
 const TOP_PLACES: usize = 8;
@@ -47,6 +47,7 @@ struct PlacesArg {
     tops: u64,
     keys: u64,
     recent: u64,
+    exponents: u64,
 }
 kernel_args!(PlacesArg);
 
@@ -70,12 +71,12 @@ pub(super) fn attend(
 ) {
     let stride = step.deepest.min(p.window).next_multiple_of(PLACES) + history.next_multiple_of(PLACES);
     let rows = (SCORES / (p.heads * stride * 4)).clamp(1, step.rows);
-    // One after the other in scratch memory: scores, their greatest, addresses of keys, the step's rows.
-    let parts = [p.heads * stride * 4, p.heads * (stride / TOP_PLACES) * 4, stride * 8].map(|bytes| rows * bytes);
-    let [scores, tops, keys] = parts;
-    let lens = [scores, tops, keys, step.rows * p.head_dim * 2];
-    let [scores, tops, keys, recent] = d.scratch().work.pieces(d.context(), lens);
-    let mut places = PlacesArg { first: 0, stride: int(stride), scores, tops, keys, recent };
+    // One after the other in scratch memory: scores, their greatest, addresses of keys, their scales, the step's rows.
+    let parts = [p.heads * stride * 4, p.heads * (stride / TOP_PLACES) * 4, stride * 8, stride * 8];
+    let [scores, tops, keys, exponents] = parts.map(|bytes| rows * bytes);
+    let lens = [scores, tops, keys, exponents, step.rows * p.head_dim * 2];
+    let [scores, tops, keys, exponents, recent] = d.scratch().work.pieces(d.context(), lens);
+    let mut places = PlacesArg { first: 0, stride: int(stride), scores, tops, keys, recent, exponents };
     let wide = step.rows >= MANY_ROWS && p.heads.is_multiple_of(WIDE_HEADS);
     if wide {
         let n = step.rows * p.head_dim;
@@ -98,7 +99,7 @@ pub(super) fn attend(
             let (blocks, shared) = (grid(stride / SCORE_PLACES), NARROW_HEADS * QUERY);
             d.launch(File::SparseScores, "sparse_scores_narrow", blocks, SCORE_BLOCK, shared, &scores);
             let blocks = grid(p.head_dim / 64);
-            d.launch(File::SparseValues, "sparse_values_narrow", blocks, BLOCK, NARROW_SHARED, &values);
+            d.launch(File::SparseValuesNarrow, "sparse_values_narrow", blocks, BLOCK, NARROW_SHARED, &values);
         }
     }
 }
