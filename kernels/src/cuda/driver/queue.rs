@@ -396,4 +396,24 @@ mod tests {
             assert!(other != work(1, 0) && other.hash() != work(1, 0).hash());
         }
     }
+
+    #[test]
+    fn what_is_kept_of_several_runs_has_the_arguments_of_each() {
+        let work = |args: &[u64]| Work {
+            nodes: (0..args.len())
+                .map(|first| Node::Launch {
+                    function: std::ptr::null_mut(),
+                    shape: Shape { grid: [1; 3], block: [32, 1, 1], shared: 0 },
+                    first,
+                    count: 1,
+                })
+                .collect(),
+            offsets: (0..args.len()).collect(),
+            words: args.to_vec(),
+        };
+        let mut kept = work(&[3, 5]);
+        kept.append(&work(&[7]));
+        assert_eq!(kept, work(&[3, 5, 7]));
+        assert_eq!(kept.functions().count(), 3);
+    }
 }
