@@ -1,7 +1,7 @@
 //! Answers that are held to a grammar: whether a token may come next, and which ones may.
 //!
 //! Whoever samples draws as ever and asks [`Constraint::permits`], which is cheap. Only when the answer is no does it need
-//! [`Constraint::permitted`], which walks the vocabulary, and draws once more among these. For a greedy request that is the best
+//! [`Constraint::restrict`], which walks the vocabulary, and draws once more among what is left. For a greedy request that is the best
 //! permitted token, and for one without top-k, top-p and min-p a draw from the permitted ones in proportion to their probabilities:
 //! what is drawn first and refused is drawn again among them, which changes no ratio.
 

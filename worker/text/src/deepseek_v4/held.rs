@@ -46,20 +46,24 @@ pub(super) fn constraint(input: &ChatInput, tokenizer: &Tokenizer) -> Result<Opt
             constraint(&ChatInput { response_format: None, ..input.clone() }, tokenizer)
         }
         Ok(held) => Ok(Some(held)),
-        Err(e) if strict => Err(culprit(e, &tools, tokenizer)),
+        Err(e) if strict => Err(culprit(e, input, &tools, tokenizer)),
         Err(e) => answer(Err(e)),
     }
 }
 
-/// Names the tool whose schema alone fails already.
-fn culprit(e: ConstraintError, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Unenforceable {
+/// Names the tool whose schema alone fails already; if all fail together only, the answer's own schema, or a tool where there is none.
+fn culprit(e: ConstraintError, input: &ChatInput, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Unenforceable {
     let fails = |tool: &Tool<'_>| {
         let mut grammar = Grammar { dsml: 0, rules: String::new(), schemas: 0 };
         let alone = |parameters| tokenizer.grammars().and_then(|g| g.schema(parameters)).err();
         let own = grammar.invoke(tool).err().or_else(|| tool.parameters.and_then(alone));
         own.map(|e| Unenforceable { tool: Some(tool.index), why: e.0 })
     };
-    tools.iter().filter(|t| t.strict).find_map(fails).unwrap_or_else(|| Unenforceable::answer(e))
+    let strict = || tools.iter().filter(|t| t.strict);
+    strict().find_map(fails).unwrap_or_else(|| {
+        let tool = strict().next().filter(|_| input.response_format.is_none()).map(|t| t.index);
+        Unenforceable { tool, why: e.0 }
+    })
 }
 
 struct Tool<'a> {
@@ -167,8 +171,14 @@ impl Grammar {
             }
             let alternatives: Vec<String> =
                 self.values(value, object).into_iter().map(|v| format!("({v} {})", self.closed())).collect();
+            let is_required = required.contains(&key.as_str());
+            match alternatives.as_slice() {
+                [] if is_required => return refused(&format!("`{key}` is required and can have no value")),
+                [] => continue,
+                _ => {}
+            }
             let open = self.tag("<", &format!("parameter name=\"{key}\" string=\""));
-            let optional = if required.contains(&key.as_str()) { "" } else { "?" };
+            let optional = if is_required { "" } else { "?" };
             body.push(format!("({open} ({})){optional}", alternatives.join(" | ")));
         }
         Ok(body.join(" "))

@@ -207,6 +207,24 @@ fn deepseek_v4_what_cannot_be_enforced_is_refused_when_it_is_strict() {
         &["Hello", &call("bare", "\n")],
         &[&call("bare", &parameter("a", true, "b"))],
     );
+    let with = |of_a: Value, required: &[&str]| {
+        let parameters =
+            json!({"type": "object", "properties": {"a": of_a, "b": {"type": "integer"}}, "required": required});
+        of(json!([tool("g", false, json!({})), tool("f", true, parameters)]), ToolChoice::Named("f".into()), None)
+    };
+    let none = with(json!({"enum": []}), &[]).unwrap().unwrap();
+    let begun = format!("<{DSML}parameter name=\"a\" string=\"");
+    check(
+        &none,
+        &[&format!("\n\n{}", call("f", &parameter("b", false, "3")))],
+        &[&format!("\n\n{}", call("f", &begun)), &format!("\n\n{}", call("f", &parameter("a", true, "")))],
+    );
+    // As JSON nothing is wrong with the last one, which can leave that parameter out.
+    let empty = json!({"type": "integer", "minimum": 5, "maximum": 2});
+    for (of_a, required) in [(json!({"enum": []}), &["a"][..]), (empty, &[])] {
+        let e = with(of_a, required).unwrap_err();
+        assert_eq!(e.tool, Some(1), "there is no schema of the answer's own: {e:?}");
+    }
     let input = |response_strict| ChatInput {
         response_format: Some(unmet.clone()),
         response_strict,
