@@ -59,6 +59,10 @@ fn kernels_are_checked_and_timed_by_the_workers_binary() {
         }
     }
     assert_eq!(report["failed"], 0);
+    let rows: Vec<String> = (1..=100).map(|n| n.to_string()).collect();
+    let (code, report, errors) = run(&["norms", "--tiny", "--device", "cpu", "--rows", &rows.join(",")]);
+    assert_eq!(code, Some(0), "{errors}");
+    assert!(report["lines"].to_string().len() > 64 << 10, "more than a pipe holds comes whole");
     let (code, _, errors) = run(&["nothing", "--device", "cpu"]);
     assert!(code == Some(2) && errors.contains("quantised, dense"), "{code:?} {errors}");
 }

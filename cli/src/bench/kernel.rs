@@ -2,7 +2,7 @@
 //! this shows what it says.
 
 use std::fmt::Write as _;
-use std::io::{BufRead, BufReader, Read as _};
+use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitStatus, Stdio};
 
 use anyhow::Context as _;
@@ -76,10 +76,12 @@ pub fn kernel(args: &KernelArgs) -> anyhow::Result<(Value, String)> {
         .stderr(Stdio::piped())
         .spawn()
         .context("cannot start ds4-worker")?;
-    let (mut figures, errors) = (String::new(), child.stderr.take().context("no standard error")?);
-    // Figures come all at once when the last family is done, so that reading one after the other blocks nobody.
+    let figures = child.stdout.take().context("no standard output")?;
+    let errors = child.stderr.take().context("no standard error")?;
+    // Both at once: the worker ends only when all figures are read, which may be more than a pipe holds.
+    let figures = std::thread::spawn(|| std::io::read_to_string(figures));
     let errors = follow(BufReader::new(errors));
-    child.stdout.take().context("no standard output")?.read_to_string(&mut figures)?;
+    let figures = figures.join().map_err(|_| anyhow::anyhow!("reading figures panicked"))??;
     let status = child.wait()?;
     if !status.success() {
         let code = status.code().and_then(|c| u8::try_from(c).ok()).unwrap_or(1);
