@@ -36,6 +36,8 @@ impl ConstraintError {
 pub(crate) struct Grammars {
     factory: ParserFactory,
     eog: Arc<[u32]>,
+    /// Number of tokens.
+    count: u32,
 }
 
 impl fmt::Debug for Grammars {
@@ -67,7 +69,7 @@ impl Grammars {
         factory.quiet();
         // An error goes to a client: it names the fault, and not the parser's state.
         factory.limits_mut().verbose_errors = false;
-        Ok(Self { factory, eog })
+        Ok(Self { factory, eog, count })
     }
 
     fn constraint(&self, grammar: TopLevelGrammar) -> Result<Constraint, ConstraintError> {
@@ -79,7 +81,7 @@ impl Grammars {
         if !matcher.compute_mask_or_eos().is_ok_and(|first| !first.is_zero()) {
             return Err(ConstraintError("nothing can follow it".into()));
         }
-        Ok(Constraint { matcher, eog: Arc::clone(&self.eog) })
+        Ok(Constraint { matcher, eog: Arc::clone(&self.eog), count: self.count })
     }
 
     /// An answer that is JSON after this schema.
@@ -107,12 +109,14 @@ pub(crate) fn with_options(schema: &Value) -> Value {
 pub struct Constraint {
     matcher: Matcher,
     eog: Arc<[u32]>,
+    /// Tokens of the vocabulary: the matcher breaks when it is asked about others.
+    count: u32,
 }
 
 impl Clone for Constraint {
     /// With caches of its own: answers are generated side by side.
     fn clone(&self) -> Self {
-        Self { matcher: self.matcher.deep_clone(), eog: Arc::clone(&self.eog) }
+        Self { matcher: self.matcher.deep_clone(), eog: Arc::clone(&self.eog), count: self.count }
     }
 }
 
@@ -128,6 +132,10 @@ impl Constraint {
     /// # Errors
     /// The grammar cannot be followed any further: it became too complex, or an earlier token broke it.
     pub fn permits(&mut self, token: u32) -> Result<bool, ConstraintError> {
+        // The model may have more logits than its vocabulary has tokens.
+        if token >= self.count {
+            return Ok(false);
+        }
         let verdict = if self.eog.contains(&token) {
             if self.matcher.is_stopped() { Ok(!self.matcher.is_error()) } else { self.matcher.is_accepting() }
         } else {
@@ -142,7 +150,6 @@ impl Constraint {
     /// As [`Constraint::permits`].
     pub fn restrict(&mut self, logits: &mut [f32]) -> Result<(), ConstraintError> {
         let permitted = self.matcher.compute_mask_or_eos().map_err(ConstraintError::of)?;
-        // The model may have more logits than its vocabulary has tokens.
         for (id, logit) in logits.iter_mut().enumerate() {
             if id >= permitted.len() || !permitted.get(id) {
                 *logit = f32::NEG_INFINITY;

@@ -90,6 +90,10 @@ fn deepseek_v4_an_answer_follows_its_schema() {
     );
     let any = of(json!([]), ToolChoice::Auto, Some(json!({"type": "object"}))).unwrap().unwrap();
     check(&any, &["{}", "{\"x\": {\"y\": [1, null, \"<\"]}}"], &["[1]", "{]", "{\"x\""]);
+    let mut padded = any.clone();
+    let beyond = u32::try_from(tokenizer().vocab_size()).unwrap();
+    assert_eq!([beyond, beyond + 7].map(|t| padded.permits(t)), [Ok(false), Ok(false)], "no tokens are there");
+    assert_eq!(padded.permits(tokenizer().token_id("{").unwrap()), Ok(true), "and nothing is broken");
     let mut spaces = any.clone();
     spaces.take(tokenizer().token_id("{").unwrap());
     let [newline, space] = ["\n", " "].map(|t| tokenizer().encode(t, Specials::Plain)[0]);
