@@ -1,9 +1,9 @@
 //! The engine thread: queue, admission, steps, cancellation, drain.
 //!
 //! It owns all mutable state and takes no lock. A step is one decode row of every request that can take a token (more with
-//! guesses ahead, see [`ds4_models::speculation`]), plus at most a chunk of prompt tokens in order of admission: a later prompt starts only when the ones before it are whole (or lack
-//! only a last token that is a step of its own), so at most one prompt is ever half computed. Between steps it notices
-//! clients that left. With nothing to compute it sleeps on its command channel.
+//! guesses ahead, see [`ds4_models::speculation`]), plus at most a chunk of prompt tokens in order of admission: a later prompt
+//! starts only when the ones before it are whole (or lack only a last token that is a step of its own), so at most one prompt
+//! is ever half computed. Between steps it notices clients that left. With nothing to compute it sleeps on its command channel.
 
 mod planning;
 mod step;
