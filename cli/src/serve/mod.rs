@@ -38,7 +38,7 @@ use takeover::{adopt, announce};
     both keep running, and the next `ds4 serve` takes them over; if that fails, or they serve another model than it asks for, they go on \
     as they were.\n\n\
     A worker whose model is unloaded waits for one (`ds4 ctl load`); clients wait with it. When an owner that died is back \
-    with the model, the worker is replaced by one that uses the new copy, after its running requests."
+    with the model, the worker is replaced by one that uses the new copy, after its requests."
 )]
 pub struct ServeArgs {
     /// GGUF file to serve, or its first shard (repeatable) [default: the starter model of `ds4 pull`]
