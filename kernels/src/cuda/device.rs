@@ -107,8 +107,8 @@ impl CudaDevice {
         self.scratch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Kernels launched so far: what was launched before the last one has ended when a new one runs, even before that one waits for
-    /// the last (see `after_previous` in common.cuh).
+    /// Kernels launched so far. What was launched before the last one has ended when a new one runs, even before that one waits for the
+    /// last; where the last one lets others in early, what was launched one earlier (`after_previous`, `let_next_in` in common.cuh).
     pub(super) fn launches(&self) -> u64 {
         self.launches.load(Ordering::Relaxed)
     }
