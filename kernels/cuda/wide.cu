@@ -31,10 +31,15 @@ struct Units {
 
 __device__ __forceinline__ int groups_of(const Pair& p) { return (p.outputs / 16 + BLOCK_TILES - 1) / BLOCK_TILES; }
 
+// The rows of a unit: first superblock of the input row; output row, by_fours, which takes one load for four rows.
+struct Places {
+    int in[WIDE_ROWS], out[WIDE_ROWS];
+};
+
 // Which unit that is, and for each of its rows the first superblock of the input row and the output row. Rows past the end repeat the last
 // one; their sums are not written. Units that run together share weights, of plain products; of listed ones, the rows, because their
 // weights differ. By at least 65 threads.
-__device__ __forceinline__ void locate(const Pair& p, const Items& items, int count, int unit, Where& to, int2* rows) {
+__device__ __forceinline__ void locate(const Pair& p, const Items& items, int count, int unit, Where& to, Places& rows) {
     const int groups = groups_of(p), item = items.list ? unit / groups % count : unit % count;
     int matrix, first, n;
     if (items.list) {
@@ -50,7 +55,8 @@ __device__ __forceinline__ void locate(const Pair& p, const Items& items, int co
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(j));
     if (j < WIDE_ROWS) {
         const int r = first + min(j, n - 1), o = items.list ? items.order[r] : r * items.matrices + matrix;
-        rows[j] = make_int2((items.list ? o / items.per_row : o) * p.superblocks, o);
+        rows.in[j] = (items.list ? o / items.per_row : o) * p.superblocks;
+        rows.out[by_fours(j)] = o;
     } else if (j == WIDE_ROWS) {
         to = Where{unit / groups / count, n, (items.list ? unit % groups : unit / count % groups) * BLOCK_TILES, matrix * (p.outputs / 16)};
     }
@@ -74,38 +80,47 @@ __device__ __forceinline__ void barrier_wait(uint64_t* b, int parity) {
                  : "memory");
 }
 
-// Ends a quarter: the first one's sums are written, the others' added to what is there. `out` is where this lane's outputs begin, and of the
-// warp's tiles so many exist. Rows in parts of AT of a lane's, whose loads are on their way together.
+// Ends a quarter: the first one's sums are written, the others' added to what is there. `out` is where this lane's outputs begin. Of a
+// lane's 16 rows AT at a time, whose loads are on their way together; rows from n on repeat the last one, and are read but not written.
 template <int AT>
-__device__ __forceinline__ void end_quarter(float (&sum)[TILES][16][2], float* out, int outputs, int tiles, const int2* rows, int n, bool add) {
+__device__ __forceinline__ void end_quarter(float (&sum)[TILES][16][2], float* out, int outputs, const Places& rows, int n, bool add) {
     const int t = threadIdx.x & 3;
 #pragma unroll
     for (int from = 0; from < 16; from += AT) {
         if (from * 4 >= n) return;
-        float v[AT][TILES][2];
         float* row[AT];
 #pragma unroll
-        for (int m = 0; m < AT; m++) {
-            const int r = (from + m) * 4 + t;
-            row[m] = out + int64_t(rows[r].y) * outputs;
+        for (int m = 0; m < AT; m += 4) {
+            const int4 at = *reinterpret_cast<const int4*>(&rows.out[(from + m) * 4 + t * 4]);
+            row[m] = out + int64_t(at.x) * outputs, row[m + 1] = out + int64_t(at.y) * outputs;
+            row[m + 2] = out + int64_t(at.z) * outputs, row[m + 3] = out + int64_t(at.w) * outputs;
+        }
+        if (add) {
+            float v[AT][TILES][2];
 #pragma unroll
-            for (int i = 0; i < TILES; i++)
+            for (int m = 0; m < AT; m++)
 #pragma unroll
-                for (int h = 0; h < 2; h++) v[m][i][h] = add && r < n && i < tiles ? row[m][i * 16 + h * 8] : 0.0f;
+                for (int i = 0; i < TILES; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) v[m][i][h] = row[m][i * 16 + h * 8];
+#pragma unroll
+            for (int m = 0; m < AT; m++)
+#pragma unroll
+                for (int i = 0; i < TILES; i++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) sum[i][from + m][h] = __fadd_rn(v[m][i][h], sum[i][from + m][h]);
         }
 #pragma unroll
-        for (int m = 0; m < AT; m++) {
-            const int r = (from + m) * 4 + t;
+        for (int m = 0; m < AT; m++)
+            if ((from + m) * 4 + t < n)
 #pragma unroll
-            for (int i = 0; i < TILES; i++)
+                for (int i = 0; i < TILES; i++)
 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    float& a = sum[i][from + m][h];
-                    if (add) a = __fadd_rn(v[m][i][h], a);
-                    if (r < n && i < tiles) row[m][i * 16 + h * 8] = a;
-                    a = 0.0f;
-                }
-        }
+                    for (int h = 0; h < 2; h++) row[m][i * 16 + h * 8] = sum[i][from + m][h];
+#pragma unroll
+        for (int m = 0; m < AT; m++)
+#pragma unroll
+            for (int i = 0; i < TILES; i++) sum[i][from + m][0] = sum[i][from + m][1] = 0.0f;
     }
 }
 
@@ -115,7 +130,7 @@ constexpr int PLACES = 4;
 template <class W>
 struct Shared {
     WideStage<W::MINS> stages[2];
-    int2 rows[PLACES][WIDE_ROWS];   // of a unit: first superblock of the input row, output row
+    Places rows[PLACES];
     Where where[PLACES];
     uint64_t full[2], empty[2];
     Units units;
@@ -133,17 +148,19 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
     const bool single = W::SINGLE && nsb == SPLIT;
     // 0, which the compiler does not know.
     const uint32_t zero = uint32_t(p.count) >> 2;
+    // SPLIT, which the compiler does not know: it would need more registers.
+    const int quarters = SPLIT + int(zero);
     // Starts the copies of superblock sb of n rows, or some more up to 16. A warp copies every 16th row.
-    const auto start = [&](int n, const int2* rows, int sb, WideStage<W::MINS>& to) {
+    const auto start = [&](int n, const Places& rows, int sb, WideStage<W::MINS>& to) {
         const int padded = (n + 15) & ~15;
         const uint8_t* q = x.q + int64_t(sb) * ACT_Q + lane * 16;
         uint8_t* row = to.q + wide_at(warp, lane / 4) + lane % 4 * 16;
         // All places are read before the first copy: the compiler leaves their order as it is.
         int place[MINE];
 #pragma unroll
-        for (int i = 0; i < MINE; i++) place[i] = rows[min(warp + i * WARPS, WIDE_ROWS - 1)].x;
+        for (int i = 0; i < MINE; i++) place[i] = rows.in[min(warp + i * WARPS, WIDE_ROWS - 1)];
         const int j = lane / 4 * WARPS + warp;
-        const int64_t from = rows[min(j, WIDE_ROWS - 1)].x + sb;
+        const int64_t from = rows.in[min(j, WIDE_ROWS - 1)] + sb;
 #pragma unroll
         for (int i = 0; i < MINE; i++)
             if (warp + i * WARPS < padded) copy16(row + i * (WARPS * ACT_Q), q + int64_t(place[i]) * ACT_Q);
@@ -182,7 +199,7 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
     for (int turn = 0; blockIdx.x + turn * gridDim.x < shared->units.all; turn++) {
         const int following = blockIdx.x + (turn + 1) * gridDim.x;
         const bool more = following < shared->units.all;
-        const int2* rows = shared->rows[turn % PLACES];
+        const Places& rows = shared->rows[turn % PLACES];
         // A warp comes here after all have read the last superblock but one of the unit before, and looks at the next one's place
         // after all have read the first one of this unit: where there are two.
         if (nsb == 1) __syncthreads();
@@ -196,7 +213,7 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
             for (int m = 0; m < 16; m++) sum[i][m][0] = sum[i][m][1] = single ? -0.0f : 0.0f;
         int sb = 0;
 #pragma unroll 1
-        for (int s = 0; s < SPLIT; s++) {
+        for (int s = 0; s < quarters; s++) {
 #pragma unroll 1
             for (const int end = nsb * (s + 1) / SPLIT; sb < end; sb++) {
                 barrier_wait(&shared->full[stage & 1], stage >> 1 & 1);
@@ -224,8 +241,8 @@ __device__ __forceinline__ void wide_product(const Pair& p, const Acts& x, const
             }
             if (single && s < SPLIT - 1) continue;
             const Where& at = shared->where[turn % PLACES];
-            const int tile = at.tile + warp * TILES;
-            end_quarter<W::AT>(sum, p.out[at.which] + tile * 16 + g, p.outputs, p.outputs / 16 - tile, rows, n, s > 0 && !single);
+            const int tile = at.tile + warp;
+            if (tile < p.outputs / 16) end_quarter<W::AT>(sum, p.out[at.which] + tile * 16 + g, p.outputs, rows, n, s > 0 && !single);
         }
     }
 }

@@ -66,6 +66,9 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
     return v;
 }
 
+// Where row r of an item is in a list that a lane reads four of at once: r, r + 4, r + 8 and r + 12, of 16 rows.
+__device__ __forceinline__ int by_fours(int r) { return (r & ~15) | (r & 3) * 4 | (r >> 2 & 3); }
+
 // A number of columns of 8, that is 4 rows, as a type.
 template <int N>
 struct Columns {
@@ -78,7 +81,7 @@ struct Columns {
 struct WideQ2_K {
     static constexpr bool MINS = true, SINGLE = false;
     // Columns of 8 (4 rows) that are computed at once, and those whose results are written at once.
-    static constexpr int C = ROOMY ? 4 : 2, AT = 4;
+    static constexpr int C = ROOMY ? 4 : 2, AT = 8;
     struct Luts {};
     static __device__ __forceinline__ void fill(Luts*) {}
     struct Raw {
@@ -172,7 +175,7 @@ struct WideQ2_K {
 
 struct WideQ4_K {
     static constexpr bool MINS = true, SINGLE = false;
-    static constexpr int C = ROOMY ? 4 : 2, AT = 4;
+    static constexpr int C = ROOMY ? 4 : 2, AT = 8;
     struct Luts {};
     static __device__ __forceinline__ void fill(Luts*) {}
     struct Raw {
@@ -268,7 +271,7 @@ struct WideQ4_K {
 
 struct WideIQ2_XXS {
     static constexpr bool MINS = false, SINGLE = false;
-    static constexpr int C = ROOMY ? 4 : 2, AT = 4;
+    static constexpr int C = ROOMY ? 4 : 2, AT = 8;
     // Copies of the tables, of which lane l reads copy l % COPIES.
     static constexpr int COPIES = 16;
     // Selectors for `prmt` of eight weights, a nibble each: the codebook's level (8, 25 or 43) in two bits, the sign in the third.
@@ -292,6 +295,20 @@ struct WideIQ2_XXS {
             l->sign[i] = v;
         }
     }
+    // The selectors of index byte B of a word, or of sign byte B. The entry's address is a dot product of the word's bytes with (0, .., 64, ..):
+    // shift, mask and sum in one instruction.
+    template <int B>
+    static __device__ __forceinline__ uint32_t levels(uint32_t luts, uint32_t word) {
+        uint32_t v;
+        asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(__dp4a(word, 64u << (8 * B), luts)));
+        return v;
+    }
+    template <int B>
+    static __device__ __forceinline__ uint32_t signs(uint32_t luts, uint32_t word) {
+        uint32_t v;
+        asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(v) : "r"(__dp4a(word, 64u << (8 * B), luts)), "n"(256 * COPIES * 4));
+        return v;
+    }
     struct Raw {
         uint4 q[TILES][2];
         uint32_t d[TILES];
@@ -310,26 +327,34 @@ struct WideIQ2_XXS {
     static __device__ __forceinline__ void add(const Raw& raw, const WideStage<false>& stage, const Luts* l, int lane, int n, bool, uint32_t,
                                                float (&sum)[TILES][16][2], Middle middle, Then then) {
         uint32_t a[8][TILES][4], odd[TILES][2][2], rd[TILES];
-        const uint8_t* level = reinterpret_cast<const uint8_t*>(l->level);
-        const uint8_t* sign = reinterpret_cast<const uint8_t*>(l->sign);
-        const uint32_t copy = lane % COPIES * 4;
+        const uint32_t luts = uint32_t(__cvta_generic_to_shared(l)) + lane % COPIES * 4;
+        static_assert(COPIES == 16);
 #pragma unroll
         for (int i = 0; i < TILES; i++) {
+            uint32_t bits[2][2];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const uint32_t w[4] = {raw.q[i][h].x, raw.q[i][h].y, raw.q[i][h].z, raw.q[i][h].w};
-                // Twice the scale and one more, a byte for each group.
-                const uint32_t s = TiledIQ2_XXS::scales(raw.q[i][h], lane & 3), e = s & 0x0f0f0f0fu, o = (s >> 4) & 0x0f0f0f0fu;
-                odd[i][h][0] = permute(e, o, 0x5140) * 2 + 0x01010101u;
-                odd[i][h][1] = permute(e, o, 0x7362) * 2 + 0x01010101u;
 #pragma unroll
                 for (int g = 0; g < 8; g++) {
-                    const uint32_t v = w[g / 2], j = ((g & 1 ? v >> 10 : v << 6) & 0x3fc0) | copy, k = ((g & 1 ? v >> 18 : v >> 2) & 0x1fc0) | copy;
-                    const uint32_t which = *reinterpret_cast<const uint32_t*>(level + j) | *reinterpret_cast<const uint32_t*>(sign + k);
+                    const uint32_t v = w[g / 2] & 0x7fff7fffu, which = g & 1 ? levels<2>(luts, v) | signs<3>(luts, v) : levels<0>(luts, v) | signs<1>(luts, v);
                     a[g][i][h] = permute(0x002b1908, 0x00d5e7f8, which);
                     a[g][i][2 + h] = permute(0x002b1908, 0x00d5e7f8, which >> 16);
                 }
+                // Lane t has bit t of each group's scale, the highest of the group's 16: spread over a byte, of which this lane's bit stays.
+                bits[h][0] = permute(w[0], w[1], 0xfdb9) & (0x02020202u << (lane & 3));
+                bits[h][1] = permute(w[2], w[3], 0xfdb9) & (0x02020202u << (lane & 3));
             }
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    // Twice the scale and one more, a byte for each group.
+                    uint32_t v = bits[h][k];
+                    v |= __shfl_xor_sync(~0u, v, 1);
+                    v |= __shfl_xor_sync(~0u, v, 2);
+                    odd[i][h][k] = v | 0x01010101u;
+                }
             rd[i] = raw.d[i];
         }
         const auto pass = [&](int first, auto columns, auto after) {
@@ -389,7 +414,7 @@ __device__ __forceinline__ float half_of(uint32_t v, bool high) {
 
 struct WideQ8_0 {
     static constexpr bool MINS = false, SINGLE = true;
-    static constexpr int C = ROOMY ? 4 : 2, AT = 4;
+    static constexpr int C = ROOMY ? 4 : 2, AT = 8;
     struct Luts {};
     static __device__ __forceinline__ void fill(Luts*) {}
     struct Raw {
