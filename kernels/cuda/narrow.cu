@@ -5,39 +5,7 @@
 // (cp.async), across tiles and matrices, so that several superblocks are on their way while one is computed and no register waits
 // for them. Plain products fetch their first weights before the kernel that makes their activations has ended.
 #include "narrow.cuh"
-
-// Weights of one type and width that share their inputs. Laid out as `MembersArg` in kernels/src/cuda/narrow.rs.
-constexpr int MEMBERS = 6;
-struct Members {
-    Tiled w[MEMBERS];
-    float* out[MEMBERS];
-    int start[MEMBERS + 1];   // tiles (of one matrix) of the members before; after the last one, of all
-    int count;
-    int superblocks;
-    int pad;
-};
-
-// Where activations of one superblock are, as `add` reads them: per four rows, the first byte that this lane feeds, and what belongs to
-// the row of its sums.
-template <int NT>
-struct Feed {
-    const uint8_t* q[NT];
-    int at[NT];             // superblock of the activations whose sums this lane has
-    int of[NT];             // and of those it feeds
-};
-
-// From memory, when they are wanted.
-template <int NT>
-struct Direct {
-    const Acts& x;
-    const Feed<NT>& feed;
-    int lane;
-    __device__ __forceinline__ uint2 q(int n, int s) const { return load8(feed.q[n] + s * 64); }
-    __device__ __forceinline__ uint2 m(int n) const { return load8(x.m + int64_t(feed.of[n]) * ACT_M + (lane >> 2 & 1) * 32 + (lane & 3) * 8); }
-    __device__ __forceinline__ const int* sums(int n) const { return x.sums + int64_t(feed.at[n]) * ACT_SUMS; }
-    __device__ __forceinline__ int sum(const int* of, int g) const { return __ldg(of + g); }
-    __device__ __forceinline__ float scale(int n) const { return __ldg(x.scale + feed.at[n]); }
-};
+#include "units.cuh"
 
 // Of four rows, fetched before the weights are waited for.
 template <class T>
@@ -59,19 +27,6 @@ struct Fetched {
     __device__ __forceinline__ int sum(const int* from, int g) const { return __ldg(from + g); }
     __device__ __forceinline__ float scale(int) const { return s; }
 };
-
-// A tile of one item, with where its rows are: found by all threads for many units at once, because the divisions and the lists'
-// latency would cost a warp more than a unit's products.
-template <int ROWS>
-struct Unit {
-    int member;             // or -1 past the last
-    int rows;
-    int tile;               // of the member's weight: its first superblock
-    int pad;
-    int in[ROWS];           // first superblock of the input row
-    int out[ROWS];          // place in the member's output
-};
-constexpr int PLANNED = 16;
 
 // Bytes of one tile's superblock, and of a block's shared memory; as `shape` in kernels/src/cuda/narrow.rs has them.
 template <class T>
@@ -133,37 +88,8 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
         if constexpr (SHARES == 1) __syncwarp();
         else asm volatile("bar.sync %0, %1;" ::"r"(GROUPS + 1 + group * SPLIT + split), "n"(32 * SHARES) : "memory");
     };
-    // Finds `n` of this group's units from unit `from` on.
     const auto plan = [&](int from, int n, int count) {
-        const int tiles = p.start[p.count] / TILES;
-        for (int i = within; i < n * ROWS; i += THREADS) {
-            const int u = from + i / ROWS, j = i % ROWS, unit = u * (gridDim.x * GROUPS) + blockIdx.x * GROUPS + group, item = unit / tiles;
-            Unit<ROWS>& to = room.units[u % PLANNED];
-            if (item >= count) {
-                to.member = -1;
-                continue;
-            }
-            int tile = unit % tiles * TILES, m = 0, matrix, first, rows;
-            while (tile >= p.start[m + 1]) m++;
-            tile -= p.start[m];
-            if (items.list) {
-                const int4 it = __ldcg(items.list + item);
-                matrix = it.x, first = it.y, rows = it.z;
-            } else {
-                matrix = item % items.matrices;
-                first = item / items.matrices * ROWS;
-                rows = min(ROWS, items.rows - first);
-            }
-            // Rows past the end repeat the last one; their sums are not written.
-            const int r = first + min(j, rows - 1), o = items.list ? __ldcg(items.order + r) : r * items.matrices + matrix, of = p.start[m + 1] - p.start[m];
-            to.in[j] = (items.list ? o / items.per_row : o) * nsb;
-            to.out[j] = (o * of + tile) * 16;
-            if (j == 0) {
-                to.member = m;
-                to.rows = rows;
-                to.tile = (matrix * of + tile) * nsb;
-            }
-        }
+        plan_units<ROWS, TILES, THREADS>(p, items, count, blockIdx.x * GROUPS + group, gridDim.x * GROUPS, from, n, within, room.units);
     };
     // What is copied next, tile after tile: `left` superblocks of unit `ahead`, unless that is past the last.
     Source<T, SHARES, TILES> source{};
@@ -193,19 +119,17 @@ __device__ __forceinline__ void narrow(const Members& p, const Acts& x, const It
             else copy_next(i * SLOT<T>, Int<TILES - 1>());
         }
     };
-    // Weights do not change while kernels run, and some lists are older than the kernel before this one, which may still run (see
-    // `after_previous`; from the second-level cache, as said there). Activations are made by it.
+    // Weights do not change while kernels run, and some lists are older than the kernel before this one. Activations are made by it.
     int count = 0;
-    const auto read_count = [&]() { return items.list ? __ldcg(items.count) : (items.rows + ROWS - 1) / ROWS * items.matrices; };
     const bool known = !items.list || items.known;
     if (known) {
-        count = read_count();
+        count = items_of<ROWS>(items);
         start(count);
     }
     if constexpr (Narrow<T>::TABLE != 0) fill(reinterpret_cast<Selectors*>(shared));
     after_previous();
     if (!known) {
-        count = read_count();
+        count = items_of<ROWS>(items);
         start(count);
     }
     if constexpr (Narrow<T>::TABLE != 0) __syncthreads();
@@ -297,5 +221,4 @@ NARROW(Q2_K, 4, 1, 1, 4, 1, 4, 32000)
 NARROW(Q4_K, 1, 1, 1, 3, 1, 4, 30464)
 NARROW(Q4_K, 4, 1, 1, 3, 1, 2, 38144)
 NARROW(IQ2_XXS, 1, 1, 1, 3, 2, 2, 96512)
-NARROW(IQ2_XXS, 1, 1, 2, 2, 2, 2, 92160)
 NARROW(IQ2_XXS, 4, 1, 1, 3, 1, 2, 88704)

@@ -7,6 +7,28 @@
 // What `add` wants to know of activations beside their bytes and scales.
 enum Wanted { NO_SUMS, SUMS_OVER_16, SUMS_OVER_32 };
 
+// Where activations of one superblock are, as `add` reads them: per four rows, the first byte that this lane feeds, and what belongs to
+// the row of its sums.
+template <int NT>
+struct Feed {
+    const uint8_t* q[NT];
+    int at[NT];             // superblock of the activations whose sums this lane has
+    int of[NT];             // and of those it feeds
+};
+
+// From memory, when they are wanted.
+template <int NT>
+struct Direct {
+    const Acts& x;
+    const Feed<NT>& feed;
+    int lane;
+    __device__ __forceinline__ uint2 q(int n, int s) const { return load8(feed.q[n] + s * 64); }
+    __device__ __forceinline__ uint2 m(int n) const { return load8(x.m + int64_t(feed.of[n]) * ACT_M + (lane >> 2 & 1) * 32 + (lane & 3) * 8); }
+    __device__ __forceinline__ const int* sums(int n) const { return x.sums + int64_t(feed.at[n]) * ACT_SUMS; }
+    __device__ __forceinline__ int sum(const int* of, int g) const { return __ldg(of + g); }
+    __device__ __forceinline__ float scale(int n) const { return __ldg(x.scale + feed.at[n]); }
+};
+
 // What the sums of most types need to know.
 struct Lane {
     int lane;
@@ -272,17 +294,21 @@ struct Narrow<TiledIQ2_XXS> {
         constexpr uint32_t minus = 0xf8u | 0xe7u << 8 | 0xd5u << 16;
         return make_uint2(permute(kit.plus, minus, selector), permute(kit.plus, minus, high));
     }
+    // The scales of groups 4 * i and on, a byte each, those of the second row 16 times. Lane t has bit t of them; the highest bit of a
+    // group's 16 is spread over a byte.
+    static __device__ __forceinline__ uint32_t scales(const uint32_t (&wa)[4], const uint32_t (&wb)[4], int i, const Kit& kit) {
+        uint32_t v = (permute(wa[2 * i], wa[2 * i + 1], 0xfdb9) & kit.bit) | (permute(wb[2 * i], wb[2 * i + 1], 0xfdb9) & (kit.bit << 4));
+        v |= __shfl_xor_sync(~0u, v, 1);
+        v |= __shfl_xor_sync(~0u, v, 2);
+        return v;
+    }
     template <int NT, class X>
     static __device__ __forceinline__ void add(const Frag& f, const uint8_t* table, const X& x, const Kit& kit, float (&sum)[NT][2]) {
         const uint32_t wa[4] = {f.q[0].x, f.q[0].y, f.q[0].z, f.q[0].w}, wb[4] = {f.q[1].x, f.q[1].y, f.q[1].z, f.q[1].w};
-        // The scales of each group, a byte each, those of the second row 16 times. Lane t has bit t of them; the highest bit of a
-        // group's 16 is spread over a byte.
         uint32_t ka[2], kb[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            uint32_t v = (permute(wa[2 * i], wa[2 * i + 1], 0xfdb9) & kit.bit) | (permute(wb[2 * i], wb[2 * i + 1], 0xfdb9) & (kit.bit << 4));
-            v |= __shfl_xor_sync(~0u, v, 1);
-            v |= __shfl_xor_sync(~0u, v, 2);
+            const uint32_t v = scales(wa, wb, i, kit);
             ka[i] = v & 0x0f0f0f0fu;
             kb[i] = v & 0xf0f0f0f0u;
         }

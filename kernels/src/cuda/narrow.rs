@@ -1,4 +1,4 @@
-//! Launches of the products for decoding (narrow.cu): up to 16 activation rows an item, weights of one type and width that share
+//! Launches of the products for decoding (narrow.cu, few.cu): up to 16 activation rows an item, weights of one type and width that share
 //! their inputs in one launch.
 
 use ds4_manifests::GgmlType;
@@ -17,8 +17,18 @@ pub(super) const MEMBERS: usize = 6;
 /// Warps that share a tile, and units that a group of them finds at once (`SPLIT` and `PLANNED` in narrow.cu).
 const SPLIT: usize = 4;
 const PLANNED: usize = 16;
-/// Bytes of IQ2_XXS's selectors in shared memory (`Selectors` in narrow.cu).
+/// Bytes of IQ2_XXS's selectors in shared memory (`Selectors` in narrow.cuh).
 const SELECTORS: usize = 256 * 2 * 32 * 4;
+/// Rows of an item of few.cu, superblocks of its rows, warps of a block and the bytes of shared memory that it wants.
+const FEW_ROWS: usize = 4;
+const FEW_SUPERBLOCKS: usize = 16;
+const FEW_WARPS: usize = 16;
+const FEW_SHARED: usize = SELECTORS + FEW_WARPS * (PLANNED * unit(FEW_ROWS) + 4);
+
+/// Bytes of `Unit` in units.cuh.
+const fn unit(rows: usize) -> usize {
+    16 + 2 * 4 * rows
+}
 
 /// `Members` in narrow.cu.
 #[repr(C)]
@@ -72,13 +82,12 @@ impl Shape {
             (GgmlType::Q4_K, 4, 1) => (1, 1, 3, 1, 4),
             (GgmlType::Q4_K, 16, 1) => (4, 1, 3, 1, 2),
             (GgmlType::IQ2_XXS, 4, 1) => (1, 1, 3, 2, 2),
-            (GgmlType::IQ2_XXS, 4, 2) => (1, 1, 2, 2, 2),
             (GgmlType::IQ2_XXS, 16, 1) => (4, 1, 3, 1, 2),
             _ => return None,
         };
         let table = if ty == GgmlType::IQ2_XXS { SELECTORS } else { 0 };
         let slot = TILE * tiles::parts(ty)?.iter().sum::<usize>();
-        let units = PLANNED * (16 + 2 * 4 * rows);
+        let units = PLANNED * unit(rows);
         let sums = 2 * SPLIT * rows * tiles * TILE * 4;
         let shared = table + groups * (SPLIT * stages * slot + units + sums);
         Some(Self { columns, shares, tiles, stages, groups, blocks, shared })
@@ -112,8 +121,8 @@ pub(super) fn product(
 ) {
     let Some(first) = members.first().map(|m| m.weight) else { return };
     assert!(members.len() <= MEMBERS, "{}: {} members", first.name, members.len());
-    let mut arg =
-        MembersArg { count: int(members.len()), superblocks: int(first.cols / SUPERBLOCK), ..MembersArg::default() };
+    let superblocks = first.cols / SUPERBLOCK;
+    let mut arg = MembersArg { count: int(members.len()), superblocks: int(superblocks), ..MembersArg::default() };
     let mut tiles = 0;
     for (i, m) in members.iter().enumerate() {
         let w = m.weight;
@@ -131,6 +140,12 @@ pub(super) fn product(
     let device = d.context().device();
     let of = |n: u32| usize::try_from(n).unwrap_or(1);
     let (sms, room) = (of(device.multiprocessors), of(device.shared_bytes));
+    if first.ty == GgmlType::IQ2_XXS && rows == FEW_ROWS && superblocks == FEW_SUPERBLOCKS {
+        let (grid, threads) = ((items_most * tiles).min(sms), 32 * FEW_WARPS);
+        let grid = [dim(grid), 1, 1];
+        d.launch(File::Few, "few_IQ2_XXS", grid, [dim(threads), 1, 1], FEW_SHARED, &[&arg, x, items]);
+        return;
+    }
     let even = members.iter().all(|m| (m.outputs / TILE).is_multiple_of(2));
     let single = Shape::of(first.ty, rows, 1);
     let pairs = Shape::of(first.ty, rows, 2).filter(|_| even);
@@ -180,12 +195,13 @@ mod tests {
             (GgmlType::Q4_K, 4, 1, 30464),
             (GgmlType::Q4_K, 16, 1, 38144),
             (GgmlType::IQ2_XXS, 4, 1, 96512),
-            (GgmlType::IQ2_XXS, 4, 2, 92160),
             (GgmlType::IQ2_XXS, 16, 1, 88704),
         ];
         for (ty, rows, tiles, bytes) in bytes {
             assert_eq!(Shape::of(ty, rows, tiles).map(|s| s.shared), Some(bytes), "{ty}: {rows} rows, {tiles} tiles");
         }
         assert!(Shape::of(GgmlType::F16, 4, 1).is_none());
+        assert_eq!(FEW_SHARED, 77888, "as in few.cu");
+        assert!(dim(FEW_SHARED) <= MAX_SHARED);
     }
 }

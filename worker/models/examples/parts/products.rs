@@ -88,7 +88,10 @@ pub(crate) fn products<D: Full>(d: &D) -> Value {
     let mut rng = Random::new(Random::fresh_seed());
     let mut compared = 0;
     for ty in [GgmlType::Q8_0, GgmlType::Q2_K, GgmlType::Q4_K, GgmlType::IQ2_XXS] {
-        for (cols, outputs) in [(256, 8464), (1280, 8464), (2048, 16400)] {
+        // Of IQ2_XXS, 4,096 columns have a kernel of their own.
+        let shapes = [(256, 8464), (1280, 8464), (2048, 16400), (4096, 8464)];
+        let shapes = &shapes[..if ty == GgmlType::IQ2_XXS { 4 } else { 3 }];
+        for (cols, outputs) in shapes.iter().copied() {
             // Two of one shape, and a small one that shares a launch with them.
             let widths = [outputs, outputs, 48];
             let w = widths.map(|n| bind(d, ty, n, cols, &rng.weights(ty, n, cols)));
