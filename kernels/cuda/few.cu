@@ -21,7 +21,7 @@ struct Room {
     Unit<ROWS> units[WARPS][PLANNED];
     int items[WARPS];    // of the launch: kept here for the lack of registers
 };
-// As `few` in kernels/src/cuda/narrow.rs has it.
+// As `FEW_SHARED` in kernels/src/cuda/narrow.rs.
 static_assert(sizeof(Room) == 77888);
 
 // Reads of weights, which keep their order, and are left out unless `go`.

@@ -12,9 +12,9 @@ use super::weight::CudaWeight;
 use crate::kernel_args;
 use crate::tiles;
 
-/// Most weights in a launch (`MEMBERS` in narrow.cu).
+/// Most weights in a launch (`MEMBERS` in units.cuh).
 pub(super) const MEMBERS: usize = 6;
-/// Warps that share a tile, and units that a group of them finds at once (`SPLIT` and `PLANNED` in narrow.cu).
+/// Warps that share a tile, and units that a group of them finds at once (`SPLIT` in tiled.cuh and `PLANNED` in units.cuh).
 const SPLIT: usize = 4;
 const PLANNED: usize = 16;
 /// Bytes of IQ2_XXS's selectors in shared memory (`Selectors` in narrow.cuh).
@@ -30,7 +30,7 @@ const fn unit(rows: usize) -> usize {
     16 + 2 * 4 * rows
 }
 
-/// `Members` in narrow.cu.
+/// `Members` in units.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct MembersArg {
