@@ -15,7 +15,7 @@
 // know of it. The order of the two matters: because nobody is let in before the wait, a kernel that runs knows that the launch before
 // the previous one has ended, and may read what that and earlier ones wrote without waiting (with __ldcg: an older copy may be in the
 // first-level cache). route_few (which also writes what nobody else has before its wait), the streams' updates, decode products with
-// lists, F16 products beside others and the indexer's scores do.
+// lists, F16 products beside others, the indexer's scores and few rows' sums of values (their counts) do.
 //
 // Small kernels that stand before a product call `let_next_in` first: the product's blocks come in beside them and beside the kernel
 // before them, and their weights are on the way all that time. After such a kernel one launch more must lie between writing and

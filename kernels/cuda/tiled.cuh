@@ -120,17 +120,6 @@ struct TiledQ4_K {
 struct TiledIQ2_XXS {
     static constexpr int CHUNKS = 1, SIDE = 0, SIDE2 = 2;
     using Block = IQ2_XXS;
-    // Scales of a row's eight groups, nibble g for group g.
-    static __device__ __forceinline__ uint32_t scales(const uint4& q, int t) {
-        const uint32_t w[4] = {q.x, q.y, q.z, q.w};
-        uint32_t v = 0;
-#pragma unroll
-        for (int k = 0; k < 4; k++) v |= (((w[k] >> 15) & 1) | ((w[k] >> 27) & 16)) << (8 * k);
-        v <<= t;
-        v |= __shfl_xor_sync(~0u, v, 1);
-        v |= __shfl_xor_sync(~0u, v, 2);
-        return v;
-    }
     static __device__ __forceinline__ void pack(const uint8_t* row, int t, uint4 (&out)[CHUNKS], uint4&, uint32_t& side2) {
         for (int g = 0; g < 8; g++) {
             const uint8_t* p = row + 2 + 8 * g;

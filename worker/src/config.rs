@@ -40,6 +40,7 @@ const EXIT_CODES: &str = "Exit codes: 0 drained; 1 fatal error; 2 bad usage, con
 pub struct Flags {
     /// Address that the HTTP API listens on (a socket passed by systemd or a supervisor goes first)
     #[arg(long, env = "DS4_HTTP", value_name = "ADDR", value_parser = ds4_settings::listen_address)]
+    #[serde(default, deserialize_with = "listen_address")]
     pub http: Option<SocketAddr>,
     /// Allow an address that other machines can reach, although the API asks for no keys
     #[arg(long, env = "DS4_ALLOW_REMOTE", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
@@ -129,6 +130,12 @@ pub struct Flags {
     /// Log filter, e.g. info, debug, ds4_api=debug
     #[arg(long, env = "DS4_LOG", value_name = "FILTER")]
     pub log: Option<String>,
+}
+
+/// The configuration file's listening address, in the spellings of `--http`.
+fn listen_address<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<SocketAddr>, D::Error> {
+    let text: Option<String> = serde::Deserialize::deserialize(from)?;
+    text.map(|text| ds4_settings::listen_address(&text)).transpose().map_err(serde::de::Error::custom)
 }
 
 /// Values of `--mtp-alignment`.
@@ -336,7 +343,8 @@ mod tests {
     use super::*;
 
     fn run(args: &[&str]) -> Result<Options, String> {
-        let args = ["ds4-worker", "--config", "/dev/null"].iter().chain(args).copied();
+        let none: &[&str] = if args.contains(&"--config") { &[] } else { &["--config", "/dev/null"] };
+        let args = ["ds4-worker"].iter().chain(none).chain(args).copied();
         let (cli, origins) = ds4_settings::try_parse_from::<Cli, _, _>(args).map_err(|e| e.to_string())?;
         resolve(&cli, &origins).map(|(options, _)| options).map_err(|e| e.to_string())
     }
@@ -372,6 +380,17 @@ mod tests {
     fn a14_there_is_no_request_timeout_unless_asked_for() {
         assert_eq!(run(&[]).unwrap().api.request_timeout, None);
         assert_eq!(run(&["--request-timeout", "90"]).unwrap().api.request_timeout, Some(Duration::from_secs(90)));
+    }
+
+    #[test]
+    fn the_file_takes_the_addresses_that_the_flag_takes() {
+        let read = |value: &str| {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), format!("[worker]\nhttp = \"{value}\"\n")).unwrap();
+            run(&["--config", file.path().to_str().unwrap()])
+        };
+        assert_eq!(read("localhost:80").unwrap().http, SocketAddr::from(([127, 0, 0, 1], 80)));
+        assert!(read("localhost").unwrap_err().contains("such as 127.0.0.1:8080"));
     }
 
     #[test]

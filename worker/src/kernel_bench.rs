@@ -4,11 +4,9 @@ use ds4_kernels::CpuDevice;
 use ds4_kernels::bench::kernel::{self, FAMILIES, Line, Options, Size, Timed};
 use ds4_kernels::conformance::Random;
 use ds4_models::ModelError;
+use ds4_settings::KERNEL_PROGRESS;
 
 use crate::failure::Failure;
-
-/// How lines on standard error begin that only say how far it is; `ds4 bench kernel` shows them.
-const PROGRESS: &str = "ds4-worker: checking and timing ";
 
 /// Flags of `--bench-kernel`.
 #[derive(clap::Args, Clone, Debug)]
@@ -85,7 +83,7 @@ fn on<D: Timed>(device: &D, args: &KernelBench, name: &str) -> Result<String, Fa
     }
     let mut lines = Vec::new();
     for (i, name) in names.iter().enumerate() {
-        eprintln!("{PROGRESS}{name} ({} of {})", i + 1, names.len());
+        eprintln!("{KERNEL_PROGRESS}{name} ({} of {})", i + 1, names.len());
         let Some(found) = kernel::run(device, name, &options) else { continue };
         lines.extend(found.map_err(ModelError::Device)?.iter().map(|line| json(name, line)));
     }

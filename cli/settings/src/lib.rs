@@ -61,6 +61,9 @@ pub use paths::{BROKER_SOCKET, OWNER_SOCKET, WORKER_SOCKET, cache_dir, default_r
 /// else.
 pub const PARENT_VARIABLE: &str = "DS4_PARENT";
 
+/// How a worker's lines on standard error begin that only say how far `--bench-kernel` is; `ds4 bench kernel` shows them.
+pub const KERNEL_PROGRESS: &str = "ds4-worker: checking and timing ";
+
 /// Exit code: bad usage or configuration.
 pub const EXIT_USAGE: u8 = 2;
 /// Exit code: the peer (weight owner, worker) is missing or refused us.

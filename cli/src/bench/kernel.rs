@@ -100,7 +100,7 @@ pub fn kernel(args: &KernelArgs) -> anyhow::Result<(Value, String)> {
 fn follow(errors: impl BufRead) -> String {
     let mut said = String::new();
     for line in errors.lines().map_while(Result::ok) {
-        if line.starts_with("ds4-worker: checking and timing ") {
+        if line.starts_with(ds4_settings::KERNEL_PROGRESS) {
             eprintln!("{}", line.trim_start_matches("ds4-worker: "));
         } else {
             said += &line;

@@ -188,7 +188,9 @@ impl SparseOps for CpuDevice {
         let width = out.width();
         let mut part = self.buffer(width);
         self.matmul(x, &mut [(w, &mut part)]);
-        out.resize(rows);
+        if first == 0 {
+            out.resize(rows);
+        }
         out.data_mut()[first * width..][..part.data().len()].copy_from_slice(part.data());
     }
 
