@@ -191,8 +191,11 @@ impl Life {
         tracing::info!(running = stats.running, queued = stats.queued, deadline_s = deadline.as_secs_f64(), "draining");
         self.api.set_phase(Phase::Draining);
         notify(&[NotifyState::Stopping]);
-        self.engine.drain(deadline);
+        let asked = Instant::now();
         let finished = async {
+            // Some that were accepted are still being parsed: a prompt takes its time, and so does a schema.
+            self.api.entered().await;
+            self.engine.drain(deadline.saturating_sub(asked.elapsed()));
             let state = self.engine.stopped().await;
             // The last answers are on their way to their clients.
             if tokio::time::timeout(FLUSH, &mut self.server).await.is_err() {

@@ -14,6 +14,9 @@ use crate::params::{Common, check_model};
 use crate::thinking::thinking;
 use crate::tools::{object, required, tools};
 
+/// Most bytes of a schema's text: read, it takes many times as much.
+const MAX_SCHEMA: usize = 1 << 20;
+
 /// Parses a body and tokenises its conversation. May take long for long bodies.
 ///
 /// # Errors
@@ -94,6 +97,9 @@ fn schema(format: &mut Fields<'_>) -> Result<Format, ApiError> {
     named.string("description").map_err(|e| under(AT, e))?;
     let strict = named.bool("strict").map_err(|e| under(AT, e))? == Some(true);
     let at = format!("{AT}.schema");
+    if named.len("schema") > MAX_SCHEMA {
+        return Err(ApiError::invalid_value(&at, "too long", "its text may have 1 MiB"));
+    }
     let schema = match named.raw("schema") {
         Some(raw) if raw.starts_with('{') => {
             serde_json::from_str(raw).map_err(|_| wrong_type(&at, "an object", raw))?
@@ -163,6 +169,10 @@ mod tests {
             assert_eq!(read.schema.unwrap().to_string(), r#"{"b":1,"a":2}"#, "in the client's order");
             assert_eq!(read.strict, strict);
         }
+        let huge = format!(
+            r#"{{"type":"json_schema","json_schema":{{"name":"n","schema":{{"enum":["{}"]}}}}}}"#,
+            "x".repeat(MAX_SCHEMA)
+        );
         for (value, param, code) in [
             ("3", "response_format", "invalid_type"),
             ("{}", "response_format.type", "missing_required_parameter"),
@@ -179,6 +189,7 @@ mod tests {
                 "invalid_type",
             ),
             (r#"{"type":"json_object","x":1}"#, "response_format.x", "unknown_parameter"),
+            (&huge, "response_format.json_schema.schema", "invalid_value"),
         ] {
             let e = read(value).unwrap_err();
             assert_eq!((e.param.as_deref(), e.code), (Some(param), code), "{value}: {}", e.message);

@@ -155,6 +155,8 @@ impl From<EngineError> for ApiError {
                 Self::new(StatusCode::REQUEST_TIMEOUT, ErrorType::InvalidRequest, "client_stalled", message)
             }
             EngineError::OutOfMemory(_) => unavailable("out_of_memory").retry_after(1),
+            // The request's own fault: sent again, it would fail again.
+            EngineError::Unenforceable(_) => Self::bad_request("unsupported_parameter", message),
             EngineError::Internal(_) => Self::internal(message),
         }
     }

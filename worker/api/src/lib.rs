@@ -55,6 +55,17 @@ pub struct Api {
     metrics: Arc<metrics::Metrics>,
     budget: body::Budget,
     phase: watch::Sender<Phase>,
+    /// Accepted requests that are not the engine's yet.
+    entering: watch::Sender<usize>,
+}
+
+/// A request on its way to the engine.
+pub(crate) struct Entering(Arc<Api>);
+
+impl Drop for Entering {
+    fn drop(&mut self) {
+        self.0.entering.send_modify(|n| *n -= 1);
+    }
 }
 
 impl Api {
@@ -64,6 +75,7 @@ impl Api {
             metrics: Arc::new(metrics::Metrics::new(Arc::clone(&backend))),
             budget: body::Budget::new(config.max_body_total),
             phase: watch::Sender::new(Phase::Ready),
+            entering: watch::Sender::new(0),
             backend,
             config,
         })
@@ -72,6 +84,25 @@ impl Api {
     /// The phase, now and as it changes.
     pub fn phase(&self) -> watch::Receiver<Phase> {
         self.phase.subscribe()
+    }
+
+    /// Counts a request that is on its way to the engine, or says why there is none.
+    pub(crate) fn enter(self: &Arc<Self>) -> Result<Entering, Phase> {
+        // Counted before the phase is looked at: who changes the phase and then waits misses none.
+        self.entering.send_modify(|n| *n += 1);
+        let entering = Entering(Arc::clone(self));
+        match *self.phase.borrow() {
+            Phase::Ready => Ok(entering),
+            phase => Err(phase),
+        }
+    }
+
+    /// Completes when the engine has all requests that were accepted before the phase changed, or when one of them takes its time.
+    pub async fn entered(&self) {
+        let mut entering = self.entering.subscribe();
+        let none = entering.wait_for(|n| *n == 0);
+        // Who waits longer has been told nothing yet, so that another worker can have the request.
+        let _ = tokio::time::timeout(server::DRAIN_PATIENCE, none).await.map(drop);
     }
 
     /// Changes the phase. A server that is told to drain ends after its last connection.

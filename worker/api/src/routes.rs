@@ -22,7 +22,7 @@ use crate::params::model_not_found;
 use crate::run::{Limits, answer};
 use crate::server::RequestId;
 use crate::track::Tracker;
-use crate::{Api, Phase, chat, completions};
+use crate::{Api, Entering, Phase, chat, completions};
 
 /// Bodies up to this size are parsed and tokenised where they arrive: a few milliseconds at most.
 const INLINE: usize = 4 << 10;
@@ -83,13 +83,13 @@ async fn generate<W: crate::wire::Wire>(
     let id = request.extensions().get::<RequestId>().map(|r| r.0.clone()).unwrap_or_default();
     let mut tracker = Tracker::new(Arc::clone(&api.metrics), id, surface);
     match prepare(&api, request, parse).await {
-        Ok(job) => {
+        Ok((job, entering)) => {
             let wire = wire(&api, uuid::Uuid::new_v4().simple(), &job);
             let limits = Limits {
                 request_timeout: api.config.request_timeout,
                 keepalive_interval: api.config.keepalive_interval,
             };
-            answer(job, wire, Arc::clone(&api.backend), tracker, limits)
+            answer(job, wire, Arc::clone(&api.backend), tracker, limits, entering)
                 .await
                 .unwrap_or_else(IntoResponse::into_response)
         }
@@ -101,22 +101,20 @@ async fn generate<W: crate::wire::Wire>(
 }
 
 /// Receives and parses off the runtime's threads when that may take long.
-async fn prepare(api: &Arc<Api>, request: Request<Body>, parse: Parse) -> Result<Job, ApiError> {
-    match *api.phase().borrow() {
-        Phase::Ready => {}
-        Phase::Starting => return Err(starting()),
-        Phase::Draining => return Err(ApiError::draining()),
-    }
+async fn prepare(api: &Arc<Api>, request: Request<Body>, parse: Parse) -> Result<(Job, Entering), ApiError> {
+    let entering =
+        api.enter().map_err(|phase| if phase == Phase::Starting { starting() } else { ApiError::draining() })?;
     let received = receive(request, &api.config, &api.budget).await?;
     let (depth, backend) = (api.config.max_json_depth, Arc::clone(&api.backend));
     if !may_take_long(&received.bytes) {
-        return parse(&received.bytes, depth, &backend);
+        return Ok((parse(&received.bytes, depth, &backend)?, entering));
     }
     let parsed = tokio::task::spawn_blocking(move || parse(&received.bytes, depth, &backend)).await;
-    parsed.unwrap_or_else(|e| {
+    let job = parsed.unwrap_or_else(|e| {
         tracing::error!("parsing a request failed: {e}");
         Err(ApiError::internal("the request could not be processed; see the worker's log"))
-    })
+    })?;
+    Ok((job, entering))
 }
 
 /// Whether a body has much to tokenise, or asks for a grammar: the first one of all takes 0.4 s to make (DeepSeek V4's vocabulary).

@@ -188,7 +188,7 @@ fn timed_out(limits: Limits) -> ApiError {
     )
 }
 
-/// Submits `job` and answers it. However it ends, its completion line is written.
+/// Submits `job`, lets go of `entering`, and answers. However it ends, the job's completion line is written.
 ///
 /// # Errors
 /// Refusals, and failures of a request that is not streamed.
@@ -198,8 +198,10 @@ pub async fn answer(
     backend: Arc<dyn Backend>,
     tracker: Tracker,
     limits: Limits,
+    entering: impl Send,
 ) -> Result<Response, ApiError> {
     let run = Run::submit(&job, backend, tracker, limits)?;
+    drop(entering);
     if job.common.stream {
         return Ok(event_stream(run, wire, limits));
     }

@@ -27,8 +27,8 @@ pub const REQUEST_ID: &str = "x-request-id";
 /// How long a closing connection may go on sending before it is reset.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Time for the head of a request that comes while draining.
-const DRAIN_PATIENCE: Duration = Duration::from_secs(2);
+/// Time for the head of a request that comes while draining, and for one that came before to reach the engine.
+pub(crate) const DRAIN_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How long an exchange may go on after the client closed its sending side. A FIN is how clients leave, so nothing long
 /// survives it.

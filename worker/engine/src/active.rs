@@ -192,11 +192,13 @@ impl Active {
             let position = self.request.prompt.len() + self.generated - 1;
             self.events.send(Event::Logits { position, row: row.raw().to_vec() });
         }
-        let broken = |why: String| Outcome::Broken(Event::Failed(EngineError::Internal(why)));
+        let broken = |e: EngineError| Outcome::Broken(Event::Failed(e));
         let mut token = match self.choose(row, scratch) {
             Ok(Some(token)) => token,
-            Ok(None) => return broken("the model gave no finite logit for this sequence".into()),
-            Err(e) => return broken(format!("the answer cannot be held to its grammar any further: {e}")),
+            Ok(None) => {
+                return broken(EngineError::Internal("the model gave no finite logit for this sequence".into()));
+            }
+            Err(e) => return broken(EngineError::Unenforceable(e.0)),
         };
         let now = Instant::now();
         if self.generated == 0 {

@@ -209,6 +209,9 @@ pub enum EngineError {
     /// Memory for the sequence could not be had.
     #[error("{0}")]
     OutOfMemory(String),
+    /// The grammar that an answer is held to became too complex on the way.
+    #[error("the answer cannot be held to its schema any further: {0}")]
+    Unenforceable(String),
     /// Something broke inside; the worker ends.
     #[error("internal error: {0}")]
     Internal(String),

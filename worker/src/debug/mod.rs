@@ -48,6 +48,7 @@ fn refusal(e: &EngineError) -> Status {
         }
         EngineError::Stalled { .. } => Status::aborted(text),
         EngineError::OutOfMemory(_) => Status::resource_exhausted(text),
+        EngineError::Unenforceable(_) => Status::invalid_argument(text),
         EngineError::Internal(_) => Status::internal(text),
     }
 }

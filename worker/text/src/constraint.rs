@@ -13,11 +13,17 @@ use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
+use crate::schema::fit;
 use crate::tokenizer::Tokenizer;
 
 /// White space between the tokens of JSON: a space, or a line break and indentation. With any white space at all, the starter
 /// model fills its budget with line breaks.
 const WHITE_SPACE: &str = r"\x20|\x0A(?:\x20{0,48}|\x09{0,12})";
+
+/// Most bytes of a grammar's text, schemas included.
+const MAX_GRAMMAR: usize = 1 << 20;
+/// Most characters of what a client is told of a fault.
+const MAX_WHY: usize = 400;
 
 /// Why an answer cannot be held to something.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -28,7 +34,22 @@ impl ConstraintError {
     /// What the grammar's library says, without its marks of what it left out.
     fn of(e: impl fmt::Display) -> Self {
         let text = e.to_string();
-        Self(text.split("\n<non-verbose").next().unwrap_or_default().to_owned())
+        let text = text.split("\n<").next().unwrap_or_default();
+        if text.starts_with("panic: ") {
+            return Self("it is too complex for this server".into());
+        }
+        if text.starts_with("oneOf constraints are not supported") {
+            return Self(
+                "`oneOf` of schemas that one value could follow two of is not enforced on this server; use `anyOf`"
+                    .into(),
+            );
+        }
+        // It may quote the client's schema, of any length.
+        let mut shown: String = text.chars().take(MAX_WHY).collect();
+        if shown.len() < text.len() {
+            shown.push('…');
+        }
+        Self(shown)
     }
 }
 
@@ -86,23 +107,37 @@ impl Grammars {
 
     /// An answer that is JSON after this schema.
     pub(crate) fn schema(&self, schema: &Value) -> Result<Constraint, ConstraintError> {
-        self.constraint(TopLevelGrammar::from_json_schema(with_options(schema)))
+        let schema = with_options(schema)?;
+        fits(schema.to_string().len())?;
+        self.constraint(TopLevelGrammar::from_json_schema(schema))
     }
 
     /// An answer after a grammar in llguidance's variant of Lark.
     pub(crate) fn lark(&self, grammar: String) -> Result<Constraint, ConstraintError> {
+        fits(grammar.len())?;
         self.constraint(TopLevelGrammar::from_lark(grammar))
     }
 }
 
+/// Whether a grammar of this many bytes is made at all.
+pub(crate) fn fits(bytes: usize) -> Result<(), ConstraintError> {
+    if bytes <= MAX_GRAMMAR {
+        return Ok(());
+    }
+    Err(ConstraintError(format!("schemas of {bytes} bytes together are too large; at most {MAX_GRAMMAR} are enforced")))
+}
+
 /// A schema with our options in place of any of the client's, which could make it hold nothing.
-pub(crate) fn with_options(schema: &Value) -> Value {
-    let mut schema = match schema {
-        Value::Object(_) => schema.clone(),
+///
+/// # Errors
+/// It has what is not enforced, see [`fit`].
+pub(crate) fn with_options(schema: &Value) -> Result<Value, ConstraintError> {
+    let mut schema = match fit(schema)? {
+        object @ Value::Object(_) => object,
         other => json!({ "allOf": [other] }),
     };
     schema["x-guidance"] = json!({ "whitespace_pattern": WHITE_SPACE });
-    schema
+    Ok(schema)
 }
 
 /// Where an answer stands in its grammar.
@@ -186,5 +221,33 @@ impl Unenforceable {
     /// Of the answer's own schema.
     pub(crate) fn answer(e: ConstraintError) -> Self {
         Self { tool: None, why: e.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_support::starter_tokenizer;
+
+    fn refusal(schema: &Value) -> String {
+        starter_tokenizer().grammars().and_then(|g| g.schema(schema)).map(|_| ()).unwrap_err().0
+    }
+
+    #[test]
+    fn a_fault_is_told_briefly_and_without_the_library_s_insides() {
+        let panic = ConstraintError::of("panic: attempt to multiply with overflow\n<backtrace>\n 0: {closure#0}");
+        assert_eq!(panic.0, "it is too complex for this server");
+        assert!(!refusal(&json!({"type": "integer", "multipleOf": 999_999_937})).contains("panic"));
+        let long = refusal(&json!({"type": "string", "pattern": "(".repeat(100_000)}));
+        assert!(long.starts_with("regex parse error") && long.chars().count() == MAX_WHY + 1, "{long}");
+        let either = json!({"oneOf": [{"type": "integer"}, {"type": "number"}]});
+        assert!(refusal(&either).contains("`anyOf`"), "the library would name an option of its own");
+    }
+
+    #[test]
+    fn schemas_that_would_take_minutes_or_gigabytes_are_refused_at_once() {
+        let patterns: Vec<Value> = (0..20).map(|i| json!({"type": "string", "pattern": format!(".*{i}.*")})).collect();
+        assert!(refusal(&json!({"allOf": patterns})).contains("16 patterns"));
+        assert!(refusal(&json!({"const": "c".repeat(MAX_GRAMMAR)})).contains("too large"));
     }
 }

@@ -130,6 +130,25 @@ async fn a_draining_server_says_so_finishes_what_runs_and_ends() {
     tokio::time::timeout(Duration::from_secs(5), server.task).await.unwrap().unwrap().unwrap();
 }
 
+/// A body that is still on its way when the drain begins: its request was accepted, so that the engine must have it before it drains.
+#[tokio::test]
+async fn a_request_that_was_accepted_before_a_drain_reaches_the_engine() {
+    let server = Server::start(Script::default(), ApiConfig::default()).await;
+    let whole = post("/v1/completions", r#"{"prompt":"a"}"#);
+    let (first, rest) = whole.split_at(whole.len() - 3);
+    let mut client = server.connect().await;
+    client.write_all(first).await.unwrap();
+    until("accepted", || server.api.metrics.in_flight.get() == 1).await;
+    server.api.set_phase(Phase::Draining);
+    let mut entered = std::pin::pin!(server.api.entered());
+    let early = tokio::time::timeout(Duration::from_millis(100), entered.as_mut()).await;
+    assert!(early.is_err(), "the engine would drain without it");
+    client.write_all(rest).await.unwrap();
+    entered.await;
+    assert_eq!(server.script.seen().requests.len(), 1);
+    assert_eq!(read_answer(&mut client).await.status, 200);
+}
+
 /// Bodies mutated at random: whatever comes, a parser answers with a job or a typed error, and never panics.
 #[test]
 fn s4_mutated_bodies_never_panic() {

@@ -189,6 +189,9 @@ async fn a_failure_in_mid_stream_is_an_error_event_and_the_end() {
     let oom = Script { fail_at: Some((0, EngineError::OutOfMemory("no room".into()))), ..Script::default() };
     let whole = Server::start(oom, ApiConfig::default()).await.chat("").await;
     assert_eq!((whole.status, &*whole.code()), (503, "out_of_memory"));
+    let schema = Script { fail_at: Some((3, EngineError::Unenforceable("too many".into()))), ..Script::default() };
+    let whole = Server::start(schema, ApiConfig::default()).await.chat("").await;
+    assert_eq!((whole.status, &*whole.code()), (400, "unsupported_parameter"), "to repeat it would not help");
 }
 
 fn rejoin_until_error(events: &[String]) -> String {
@@ -235,6 +238,6 @@ async fn a14_a_prefill_of_hours_is_waited_for() {
     let limits =
         crate::run::Limits { request_timeout: config.request_timeout, keepalive_interval: config.keepalive_interval };
     let tracker = crate::track::Tracker::new(metrics, "x".into(), "chat");
-    let response = crate::run::answer(job, wire, backend, tracker, limits).await.unwrap();
+    let response = crate::run::answer(job, wire, backend, tracker, limits, ()).await.unwrap();
     assert_eq!(response.status(), 200);
 }

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::DSML;
 use crate::chat::{ChatInput, ToolChoice};
-use crate::constraint::{Constraint, ConstraintError, Unenforceable, with_options};
+use crate::constraint::{Constraint, ConstraintError, Unenforceable, fits, with_options};
 use crate::tokenizer::Tokenizer;
 
 /// Keywords that say nothing of a value.
@@ -112,7 +112,7 @@ impl Grammar {
         let (open, close) = (format!("<[{}]> {}", self.dsml, quoted("tool_calls>\n")), self.tag("</", "tool_calls>"));
         let mut start = match (&input.tool_choice, &input.response_format) {
             (ToolChoice::Auto, Some(schema)) => {
-                let answer = self.json(schema);
+                let answer = self.json(schema)?;
                 format!("start: {answer} | (\"\\n\\n\")? \"<\" block\n")
             }
             (ToolChoice::Auto, None) => {
@@ -170,7 +170,7 @@ impl Grammar {
                 return refused(&format!("the parameter's name {key:?} cannot be written in this model's markup"));
             }
             let alternatives: Vec<String> =
-                self.values(value, object).into_iter().map(|v| format!("({v} {})", self.closed())).collect();
+                self.values(value, object)?.into_iter().map(|v| format!("({v} {})", self.closed())).collect();
             let is_required = required.contains(&key.as_str());
             match alternatives.as_slice() {
                 [] if is_required => return refused(&format!("`{key}` is required and can have no value")),
@@ -185,14 +185,18 @@ impl Grammar {
     }
 
     /// The ways to write a value of this schema, from the value of `string=` up to `</`.
-    fn values(&mut self, schema: &Value, root: &Map<String, Value>) -> Vec<String> {
+    fn values(&mut self, schema: &Value, root: &Map<String, Value>) -> Result<Vec<String>, ConstraintError> {
         let says = |key: &str| schema.get(key);
         let keys = || schema.as_object().into_iter().flatten().map(|(k, _)| k.as_str());
         let only = |names: &[&str]| keys().all(|k| names.contains(&k) || ANNOTATIONS.contains(&k));
         if let Some(Value::Array(list)) = says("anyOf")
             && only(&["anyOf"])
         {
-            return list.iter().flat_map(|s| self.values(s, root)).collect();
+            let mut ways = Vec::new();
+            for one in list {
+                ways.extend(self.values(one, root)?);
+            }
+            return Ok(ways);
         }
         let constant = says("const").map(std::slice::from_ref);
         if let Some(list) = constant.or_else(|| says("enum").and_then(Value::as_array).map(Vec::as_slice))
@@ -203,13 +207,13 @@ impl Grammar {
                 |v: &&Value| format!("\"true\\\">\" {}", quoted(&format!("{}</", v.as_str().unwrap_or_default())));
             let mut ways: Vec<String> = strings.iter().map(string).collect();
             if !others.is_empty() {
-                ways.push(self.json_value(&json!({ "enum": others }), root));
+                ways.push(self.json_value(&json!({ "enum": others }), root)?);
             }
-            return ways;
+            return Ok(ways);
         }
         let string = "\"true\\\">\" VALUE".to_owned();
-        match says("type") {
-            None if only(&[]) => vec![string, self.json_value(schema, root)],
+        Ok(match says("type") {
+            None if only(&[]) => vec![string, self.json_value(schema, root)?],
             Some(Value::String(t)) if t == "string" && only(&["type"]) => vec![string],
             Some(Value::Array(types))
                 if types.iter().any(|t| t == "string") && keys().all(|k| !OF_STRINGS.contains(&k)) =>
@@ -219,15 +223,15 @@ impl Grammar {
                 if !others.is_empty() {
                     let mut schema = schema.clone();
                     schema["type"] = json!(others);
-                    ways.push(self.json_value(&schema, root));
+                    ways.push(self.json_value(&schema, root)?);
                 }
                 ways
             }
-            _ => vec![self.json_value(schema, root)],
-        }
+            _ => vec![self.json_value(schema, root)?],
+        })
     }
 
-    fn json_value(&mut self, schema: &Value, root: &Map<String, Value>) -> String {
+    fn json_value(&mut self, schema: &Value, root: &Map<String, Value>) -> Result<String, ConstraintError> {
         let mut schema = schema.clone();
         if let Some(object) = schema.as_object_mut() {
             for defs in ["$defs", "definitions"] {
@@ -236,16 +240,18 @@ impl Grammar {
                 }
             }
         }
-        let json = self.json(&schema);
-        format!("\"false\\\">\" {json} \"</\"")
+        let json = self.json(&schema)?;
+        Ok(format!("\"false\\\">\" {json} \"</\""))
     }
 
     /// A rule of JSON after this schema.
-    fn json(&mut self, schema: &Value) -> String {
+    fn json(&mut self, schema: &Value) -> Result<String, ConstraintError> {
         let name = format!("json{}", self.schemas);
         self.schemas += 1;
-        let _ = writeln!(self.rules, "{name}: %json {}", with_options(schema));
-        name
+        let _ = writeln!(self.rules, "{name}: %json {}", with_options(schema)?);
+        // Every parameter's rule repeats the tool's definitions.
+        fits(self.rules.len())?;
+        Ok(name)
     }
 }
 

@@ -187,6 +187,11 @@ fn deepseek_v4_what_cannot_be_enforced_is_refused_when_it_is_strict() {
         (json!({"type": "object", "properties": {"a\"b": {}}}), "a\\\"b"),
         (json!({"type": "object", "properties": {"a": {"not": {"type": "string"}}}}), "not"),
         (json!({"type": "object", "properties": {"a": {"$ref": "#/$defs/none"}}}), "none"),
+        (json!({"type": "object", "properties": {"a": {"enum": [9_007_199_254_740_993_i64]}}}), "2^53"),
+        (
+            json!({"type": "object", "properties": {"a": {"anyOf": [{"type": "object", "minProperties": 2}]}}}),
+            "minProp",
+        ),
     ] {
         let e = strict(parameters.clone()).unwrap_or_else(|| panic!("{parameters} was accepted"));
         assert!(e.tool == Some(1) && e.why.contains(part), "{parameters}: {e:?}");

@@ -1,0 +1,210 @@
+//! What of a JSON schema the grammar's library gets wrong or cannot bound, looked for before a grammar is made.
+//!
+//! It computes with doubles, takes a member that is written twice for two, and needs time exponential in the number of patterns that
+//! one string must all match.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value, json};
+
+use crate::constraint::ConstraintError;
+
+/// Up to here all integers are doubles.
+const MOST: i64 = 1 << 53;
+/// Most patterns and formats of one string: 16 take 2 s on a busy core, 20 more than a minute.
+const MOST_PATTERNS: usize = 16;
+/// Keywords whose values are schemas by names of the client's own.
+const BY_NAME: [&str; 5] = ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"];
+/// Keywords whose values are no schemas.
+const VALUES: [&str; 5] = ["const", "enum", "default", "examples", "x-guidance"];
+
+/// The schema as it is given to the library: bounds that no double is are replaced by narrower ones.
+///
+/// # Errors
+/// A keyword that would not be enforced, or not in bounded time.
+pub(crate) fn fit(schema: &Value) -> Result<Value, ConstraintError> {
+    let mut fitted = schema.clone();
+    narrow(&mut fitted)?;
+    let mut patterns = Patterns { root: schema, of_refs: HashMap::new() };
+    if patterns.of(schema) > MOST_PATTERNS {
+        return refused(format!(
+            "more than {MOST_PATTERNS} patterns and formats for one value are not enforced on this server"
+        ));
+    }
+    Ok(fitted)
+}
+
+fn refused<T>(why: String) -> Result<T, ConstraintError> {
+    Err(ConstraintError(why))
+}
+
+/// The schemas directly inside of this one, with the keyword that they are of.
+fn inside(schema: &Value) -> impl Iterator<Item = (&str, &Value)> {
+    schema.as_object().into_iter().flatten().filter(|(key, _)| !VALUES.contains(&key.as_str())).flat_map(
+        |(key, value)| {
+            let (by_name, listed) = match value {
+                Value::Object(named) if BY_NAME.contains(&key.as_str()) => (Some(named.values()), None),
+                Value::Array(list) => (None, Some(list.iter())),
+                _ => (None, None),
+            };
+            let alone = (by_name.is_none() && listed.is_none()).then_some(value);
+            by_name
+                .into_iter()
+                .flatten()
+                .chain(listed.into_iter().flatten())
+                .chain(alone)
+                .map(move |s| (key.as_str(), s))
+        },
+    )
+}
+
+fn narrow(schema: &mut Value) -> Result<(), ConstraintError> {
+    let Value::Object(object) = schema else { return Ok(()) };
+    repeated_members(object)?;
+    for (key, value) in object.iter_mut() {
+        match (key.as_str(), value) {
+            (key @ ("const" | "enum"), value) => exact(key, value)?,
+            (key @ ("minimum" | "exclusiveMinimum"), value) => bound(key, value, -1)?,
+            (key @ ("maximum" | "exclusiveMaximum"), value) => bound(key, value, 1)?,
+            (key, _) if VALUES.contains(&key) => {}
+            (key, Value::Object(named)) if BY_NAME.contains(&key) => named.values_mut().try_for_each(narrow)?,
+            (_, Value::Array(list)) => list.iter_mut().try_for_each(narrow)?,
+            (_, value) => narrow(value)?,
+        }
+    }
+    Ok(())
+}
+
+/// Members with names that are not listed may be written twice: then they are one, and too few.
+fn repeated_members(schema: &Map<String, Value>) -> Result<(), ConstraintError> {
+    let least = schema.get("minProperties").and_then(Value::as_u64).unwrap_or(0);
+    let required = schema.get("required").and_then(Value::as_array).map_or(0, Vec::len);
+    if usize::try_from(least).is_ok_and(|least| least <= required + 1) {
+        return Ok(());
+    }
+    let most = required + 1;
+    refused(format!(
+        "`minProperties` is only enforced up to the number of `required` ones and one more ({most}) on this server"
+    ))
+}
+
+/// Whether numbers that an answer must spell out are spelled out as they are.
+fn exact(key: &str, value: &Value) -> Result<(), ConstraintError> {
+    match value {
+        Value::Number(n) if n.as_f64().is_none_or(|n| n.abs() >= 9_007_199_254_740_992.0) => {
+            refused(format!("numbers of 2^53 and more in `{key}` ({n}) are not enforced on this server; use strings"))
+        }
+        Value::Array(list) => list.iter().try_for_each(|v| exact(key, v)),
+        Value::Object(object) => object.values().try_for_each(|v| exact(key, v)),
+        _ => Ok(()),
+    }
+}
+
+/// A bound from above (1) or below (-1).
+fn bound(key: &str, value: &mut Value, side: i64) -> Result<(), ConstraintError> {
+    let Value::Number(n) = &*value else { return Ok(()) };
+    // Below 0 they fit; what does not is beyond the limit in any case.
+    let Some(given) = n.as_i64().or_else(|| n.is_u64().then_some(i64::MAX)) else { return Ok(()) };
+    if (-MOST..=MOST).contains(&given) {
+        return Ok(());
+    }
+    if given.signum() != side {
+        return refused(format!("`{key}` beyond 2^53 ({n}) is not enforced on this server"));
+    }
+    *value = json!(side * MOST);
+    Ok(())
+}
+
+/// Counts the patterns that a string may have to match all of, wherever in the schema: those of all schemas that are joined by
+/// `allOf`, also of one property of theirs. It errs to the side of too many.
+struct Patterns<'a> {
+    root: &'a Value,
+    of_refs: HashMap<&'a str, usize>,
+}
+
+impl<'a> Patterns<'a> {
+    fn of(&mut self, schema: &'a Value) -> usize {
+        let own = ["pattern", "format"].iter().filter(|k| schema.get(k).is_some_and(Value::is_string)).count();
+        let (mut joined, mut either) = (own, 0);
+        for (key, part) in inside(schema) {
+            let of_part = self.of(part);
+            if key == "allOf" { joined = joined.saturating_add(of_part) } else { either = either.max(of_part) }
+        }
+        if let Some(at) = schema.get("$ref").and_then(Value::as_str) {
+            joined = joined.saturating_add(self.of_ref(at));
+        }
+        joined.saturating_add(either)
+    }
+
+    fn of_ref(&mut self, at: &'a str) -> usize {
+        if let Some(known) = self.of_refs.get(at) {
+            return *known;
+        }
+        // What refers to itself adds nothing to itself.
+        self.of_refs.insert(at, 0);
+        let found = at.strip_prefix('#').and_then(|at| self.root.pointer(at)).map_or(0, |s| self.of(s));
+        self.of_refs.insert(at, found);
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_no_double_is_are_refused_or_bounded_more_narrowly() {
+        for refused in [
+            json!({"const": 9_007_199_254_740_993_i64}),
+            json!({"properties": {"id": {"enum": [1, {"a": [u64::MAX]}]}}}),
+            json!({"anyOf": [{"minimum": 9_007_199_254_740_993_i64}]}),
+            json!({"items": {"exclusiveMaximum": i64::MIN}}),
+        ] {
+            assert!(fit(&refused).unwrap_err().0.contains("2^53"), "{refused}");
+        }
+        let whole = json!({"minimum": i64::MIN, "maximum": u64::MAX, "default": u64::MAX});
+        assert_eq!(fit(&whole).unwrap(), json!({"minimum": -MOST, "maximum": MOST, "default": u64::MAX}));
+        // Names of properties are no keywords.
+        let names =
+            json!({"properties": {"const": {"type": "integer"}, "maximum": {"maximum": 3.5}}, "maximum": 1e300});
+        assert_eq!(fit(&names).unwrap(), names);
+    }
+
+    #[test]
+    fn members_that_may_repeat_are_not_counted_on() {
+        for (schema, fits) in [
+            (json!({"minProperties": 1}), true),
+            (json!({"minProperties": 2}), false),
+            (json!({"minProperties": 2, "required": ["a"]}), true),
+            (json!({"items": {"minProperties": 4, "required": ["a", "b"]}}), false),
+            (json!({"properties": {"minProperties": {"const": 1}}}), true),
+        ] {
+            assert_eq!(fit(&schema).is_ok(), fits, "{schema}");
+        }
+    }
+
+    #[test]
+    fn patterns_of_one_string_are_bounded_however_they_meet() {
+        let pattern = |i: usize| json!({"type": "string", "pattern": format!(".*{i}.*")});
+        let of =
+            |n: usize, wrap: fn(Value) -> Value| json!({"allOf": (0..n).map(|i| wrap(pattern(i))).collect::<Vec<_>>()});
+        let wraps: [fn(Value) -> Value; 3] =
+            [|s| s, |s| json!({"properties": {"a": s}}), |s| json!({"anyOf": [s, {"format": "date"}]})];
+        for wrap in wraps {
+            assert!(fit(&of(16, wrap)).is_ok());
+            assert!(fit(&of(17, wrap)).is_err());
+        }
+        // Each refers to the one before it twice.
+        let mut defs = Map::from_iter([("d0".to_owned(), pattern(0))]);
+        for i in 1..60 {
+            let below = json!({"$ref": format!("#/$defs/d{}", i - 1)});
+            defs.insert(format!("d{i}"), json!({"allOf": [below, below]}));
+        }
+        assert!(fit(&json!({"$ref": "#/$defs/d59", "$defs": defs})).is_err());
+        let list = json!({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, pattern(1)]}}});
+        assert!(fit(&list).is_ok());
+        // Side by side they never meet.
+        let apart = json!({"properties": (0..99).map(|i| (format!("p{i}"), pattern(i))).collect::<Map<_, _>>()});
+        assert!(fit(&apart).is_ok());
+    }
+}
