@@ -25,6 +25,9 @@ const MAX_GRAMMAR: usize = 1 << 20;
 /// Most characters of what a client is told of a fault.
 const MAX_WHY: usize = 400;
 
+/// What the grammar's library says when one of its limits is reached, and when it breaks on numbers beyond them.
+const TOO_COMPLEX: [&str; 4] = ["panic: ", "Current row has", "fuel exhausted", "too many states"];
+
 /// Why an answer cannot be held to something.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -35,7 +38,7 @@ impl ConstraintError {
     fn of(e: impl fmt::Display) -> Self {
         let text = e.to_string();
         let text = text.split("\n<").next().unwrap_or_default();
-        if text.starts_with("panic: ") {
+        if TOO_COMPLEX.iter().any(|limit| text.contains(limit)) {
             return Self("it is too complex for this server".into());
         }
         if text.starts_with("oneOf constraints are not supported") {
@@ -227,6 +230,7 @@ impl Unenforceable {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Specials;
     use crate::test_support::starter_tokenizer;
 
     fn refusal(schema: &Value) -> String {
@@ -242,6 +246,22 @@ mod tests {
         assert!(long.starts_with("regex parse error") && long.chars().count() == MAX_WHY + 1, "{long}");
         let either = json!({"oneOf": [{"type": "integer"}, {"type": "number"}]});
         assert!(refusal(&either).contains("`anyOf`"), "the library would name an option of its own");
+    }
+
+    #[test]
+    fn a_limit_met_in_the_middle_of_an_answer_is_told_as_one() {
+        let tokenizer = starter_tokenizer();
+        let number = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
+        let many: serde_json::Map<_, _> = (0..2000).map(|i| (format!("p{i}"), number.clone())).collect();
+        let schema = json!({"type": "object", "properties": many, "additionalProperties": false});
+        let mut held = tokenizer.grammars().and_then(|g| g.schema(&schema)).unwrap();
+        let mut logits = vec![0.0; tokenizer.vocab_size()];
+        let fault = tokenizer.encode(r#"{"p0": {}, "p1": {}}"#, Specials::Plain).into_iter().find_map(|token| {
+            let fault = held.restrict(&mut logits).err();
+            held.take(token);
+            fault
+        });
+        assert_eq!(fault.unwrap().0, "it is too complex for this server");
     }
 
     #[test]
