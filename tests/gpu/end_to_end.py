@@ -182,7 +182,7 @@ def full_by_hand(path):
     before = used()
     served = Served(path, BACKEND)
     out["owner_ready_s"] = round(served.owner.took, 2)
-    out["owner_stages"] = [l.split("INFO")[-1].strip()[:160] for l in served.owner.text().splitlines() if "stage=" in l]
+    out["owner_stages"] = [l[l.index('stage="'):][:160] for l in served.owner.text().splitlines() if 'stage="' in l]
     time.sleep(0.7)
     with_weights = used()
     worker = served.worker("--ctx", 4096)
