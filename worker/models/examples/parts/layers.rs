@@ -62,7 +62,7 @@ pub const fn bound(numerics: KvNumerics) -> f64 {
 ///
 /// Where the indexer cuts without roundings, its scores differ by 5e-5 of their spread between the devices (activations of 16 bits, scaled per
 /// 32 columns on the CPU and per 256 on CUDA), the difference of two of them by about 1e-4, and scores of 1,152 rows are 2e-3 apart at the
-/// cut: in one row of 20 two change places, most of which shows (seen: 0, 1, 1, 4 and 4 of 104). Ten of 104 are one chance in 100.
+/// cut: in one row of 20 two change places, most of which shows (seen: 0, 1, 1, 4 and 4 of 104). More than ten of 104 are one chance in 66.
 ///
 /// Where the indexer cuts in the official profile, it is many: of the 8,192 elements of a row's indexer queries a few fall to another FP4
 /// code, and each moves scores by 0.4 % of their spread, while those of 1,152 rows are 0.1 to 0.2 % apart at the cut. So about every row
