@@ -68,6 +68,38 @@ impl Card {
         all
     }
 
+    /// The same card, whose calls are written to the file that `FAKE_CUDA_LOG` names in its processes.
+    #[must_use]
+    pub fn logged(self) -> Self {
+        let path = self.dir.path().join("calls");
+        self.with("FAKE_CUDA_LOG", path.to_string_lossy().into_owned())
+    }
+
+    /// What was called of a card that is [`logged`](Card::logged), a line each.
+    ///
+    /// # Panics
+    /// When nothing was.
+    pub fn calls(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("calls")).expect("the log")
+    }
+
+    /// True in a process that has the card; otherwise runs this test binary's test `name` in one and checks its end. libcuda is found
+    /// when a process starts, so each test of what uses it in its own process runs itself again.
+    ///
+    /// # Panics
+    /// When the test failed there, or left memory of the card behind.
+    pub fn is_here(&self, name: &str) -> bool {
+        if std::env::var_os("FAKE_CUDA_TAG").is_some() {
+            return true;
+        }
+        let mut command = Command::new(std::env::current_exe().expect("own path"));
+        let output = self.give(&mut command).args(["--exact", name, "--nocapture"]).output().expect("the test again");
+        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+        assert_eq!(self.held(), (0, 0));
+        false
+    }
+
     /// Gives a process that is to be started the card.
     pub fn give<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command.envs(self.environment())

@@ -7,26 +7,13 @@ use ds4_tests::card::Card;
 
 const STEP: u64 = 2 << 20;
 
-/// True in the process that has the card; otherwise runs that process and checks its end.
-fn with_card(name: &str, card: &Card) -> bool {
-    if std::env::var_os("FAKE_CUDA_TAG").is_some() {
-        return true;
-    }
-    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-    let output = card.give(&mut command).args(["--exact", name, "--nocapture"]).output().unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && said.contains("1 passed"), "{said}");
-    assert_eq!(card.held(), (0, 0));
-    false
-}
-
 fn context() -> Context {
     Context::new(Driver::open().unwrap(), 0).unwrap()
 }
 
 #[test]
 fn memory_comes_back_when_its_owners_go() {
-    if !with_card("memory_comes_back_when_its_owners_go", &Card::new()) {
+    if !Card::new().is_here("memory_comes_back_when_its_owners_go") {
         return;
     }
     let context = context();
@@ -48,7 +35,7 @@ fn memory_comes_back_when_its_owners_go() {
 
 #[test]
 fn staging_carries_bytes_both_ways_and_never_lends_a_buffer_that_is_being_read() {
-    if !with_card("staging_carries_bytes_both_ways_and_never_lends_a_buffer_that_is_being_read", &Card::new()) {
+    if !Card::new().is_here("staging_carries_bytes_both_ways_and_never_lends_a_buffer_that_is_being_read") {
         return;
     }
     let context = context();
@@ -76,7 +63,7 @@ fn staging_carries_bytes_both_ways_and_never_lends_a_buffer_that_is_being_read()
 
 #[test]
 fn read_only_mappings_refuse_writes_and_imports_are_not_passed_on() {
-    if !with_card("read_only_mappings_refuse_writes_and_imports_are_not_passed_on", &Card::new()) {
+    if !Card::new().is_here("read_only_mappings_refuse_writes_and_imports_are_not_passed_on") {
         return;
     }
     let context = context();
@@ -98,7 +85,7 @@ fn read_only_mappings_refuse_writes_and_imports_are_not_passed_on() {
 
 #[test]
 fn ranges_and_lengths_that_do_not_fit_are_refused() {
-    if !with_card("ranges_and_lengths_that_do_not_fit_are_refused", &Card::new().with("FAKE_CUDA_TOTAL_MIB", 8)) {
+    if !Card::new().with("FAKE_CUDA_TOTAL_MIB", 8).is_here("ranges_and_lengths_that_do_not_fit_are_refused") {
         return;
     }
     let context = context();
@@ -143,7 +130,7 @@ fn a_lost_device_ends_the_process_at_once_with_its_cause_and_a_code_of_its_own()
 #[test]
 fn refusals_of_memory_are_told_from_a_lost_device() {
     let plan = "cuMemCreate:1:2,cuMemCreate:2:700";
-    if !with_card("refusals_of_memory_are_told_from_a_lost_device", &Card::new().with("FAKE_CUDA_FAIL", plan)) {
+    if !Card::new().with("FAKE_CUDA_FAIL", plan).is_here("refusals_of_memory_are_told_from_a_lost_device") {
         return;
     }
     let context = context();
@@ -156,7 +143,7 @@ fn refusals_of_memory_are_told_from_a_lost_device() {
 #[test]
 fn any_allocation_can_be_refused_on_purpose_and_the_next_one_succeeds() {
     let name = "any_allocation_can_be_refused_on_purpose_and_the_next_one_succeeds";
-    if !with_card(name, &Card::new().with("DS4_CUDA_REFUSE", 4)) {
+    if !Card::new().with("DS4_CUDA_REFUSE", 4).is_here(name) {
         return;
     }
     let context = context();

@@ -31,6 +31,16 @@ pub fn copy_us() -> u64 {
     u64::try_from(number("FAKE_CUDA_COPY_US", 0)).unwrap_or(0)
 }
 
+pub fn pageable() -> bool {
+    number("FAKE_CUDA_PAGEABLE", 0) == 1
+}
+
+/// The file that calls are written to.
+pub fn log() -> Option<fs::File> {
+    let path = std::env::var_os("FAKE_CUDA_LOG")?;
+    fs::File::options().create(true).append(true).open(path).ok()
+}
+
 pub fn total() -> usize {
     usize::try_from(number("FAKE_CUDA_TOTAL_MIB", 1024)).unwrap_or(0) << 20
 }

@@ -7,7 +7,8 @@
 //! * copies run as late as allowed, when somebody waits for them: a buffer that is reused too early corrupts data;
 //! * host memory that is not page-locked, ranges that are not mapped or not accessible, memory that was imported and is
 //!   exported again, and calls without a current context are errors;
-//! * there is no compute: modules and kernels do not exist.
+//! * kernels do nothing, but a launch is refused that does not fit the kernel as it was compiled (parameters are what its
+//!   image says, see [`image`]); what a real stream cannot do while it is recorded is an error.
 //!
 //! Environment:
 //!
@@ -21,16 +22,23 @@
 //! | `FAKE_CUDA_VERSION` | what cuDriverGetVersion says (13000) |
 //! | `FAKE_CUDA_FAIL` | `function:n:code,…`: the n-th call of a function in a process fails; 700 and above stay |
 //! | `FAKE_CUDA_COPY_US` | every copy takes at least this many microseconds |
+//! | `FAKE_CUDA_PAGEABLE` | 1: copies from and to memory that is not page-locked happen at once, as the real driver does them |
+//! | `FAKE_CUDA_LOG` | a file that gets a line for every call: its name, and what [`State::said`] says of it |
 #![allow(unsafe_code, reason = "a C interface that trades in raw pointers")]
 #![allow(non_snake_case, reason = "the driver's names")]
 #![allow(missing_docs, clippy::missing_safety_doc, reason = "the driver's reference describes these functions")]
 
 mod card;
+mod graphs;
+mod image;
 mod memory;
+mod modules;
 mod streams;
 
 use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::fs::File;
+use std::io::Write as _;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -44,6 +52,7 @@ pub(crate) const INVALID_DEVICE: Code = 101;
 pub(crate) const INVALID_CONTEXT: Code = 201;
 pub(crate) const INVALID_HANDLE: Code = 400;
 pub(crate) const ILLEGAL_ADDRESS: Code = 700;
+pub(crate) const CAPTURE_UNSUPPORTED: Code = 900;
 
 /// The only context's handle.
 const CONTEXT: usize = 0x00c0_ffee;
@@ -55,6 +64,26 @@ struct State {
     calls: Vec<(&'static str, u32)>,
     memory: memory::Memory,
     streams: streams::Streams,
+    modules: modules::Modules,
+    graphs: graphs::Graphs,
+    /// Of the call under way, for the log: bytes of a copy or an allocation, a kernel's name, operations of a graph, operations that
+    /// had not happened when somebody began to wait for them.
+    said: String,
+    log: Option<Option<File>>,
+}
+
+impl State {
+    fn say(&mut self, what: impl ToString) {
+        self.said = what.to_string();
+    }
+
+    fn write_log(&mut self, name: &str) {
+        if let Some(file) = self.log.get_or_insert_with(card::log) {
+            // A log that cannot be written lacks the line that a test looks for.
+            let _ = file.write_all(format!("{name} {}\n", self.said).as_bytes());
+        }
+        self.said.clear();
+    }
 }
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
@@ -88,6 +117,7 @@ fn call(name: &'static str, needs_context: bool, body: impl FnOnce(&mut State) -
         None if needs_context && CURRENT.get() != CONTEXT => Err(INVALID_CONTEXT),
         None => body(state),
     };
+    state.write_log(name);
     match result {
         Ok(()) => 0,
         Err(code) => {
@@ -210,13 +240,17 @@ pub extern "C" fn cuCtxSetLimit(_limit: c_int, _value: usize) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuCtxSynchronize() -> c_int {
-    call("cuCtxSynchronize", true, |state| state.streams.run_all(&state.memory))
+    call("cuCtxSynchronize", true, |state| {
+        let ran = state.streams.run_all(&state.memory)?;
+        state.say(ran);
+        Ok(())
+    })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> c_int {
-    call("cuMemGetInfo_v2", true, |_| {
-        put(free, card::free())?;
+    call("cuMemGetInfo_v2", true, |state| {
+        put(free, state.memory.free())?;
         put(total, card::total())
     })
 }
@@ -346,14 +380,18 @@ pub extern "C" fn cuStreamDestroy_v2(stream: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamSynchronize(stream: u64) -> c_int {
-    call("cuStreamSynchronize", true, |state| state.streams.run(stream, u64::MAX, &state.memory))
+    call("cuStreamSynchronize", true, |state| {
+        let ran = state.streams.run(stream, u64::MAX, &state.memory)?;
+        state.say(ran);
+        Ok(())
+    })
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuStreamWaitEvent(stream: u64, event: u64, _flags: c_uint) -> c_int {
     call("cuStreamWaitEvent", true, |state| {
         state.streams.check(stream)?;
-        state.streams.wait(event, &state.memory)
+        state.streams.wait(event, &state.memory).map(drop)
     })
 }
 
@@ -374,24 +412,68 @@ pub extern "C" fn cuEventRecord(event: u64, stream: u64) -> c_int {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cuEventSynchronize(event: u64) -> c_int {
-    call("cuEventSynchronize", true, |state| state.streams.wait(event, &state.memory))
+    call("cuEventSynchronize", true, |state| {
+        let ran = state.streams.wait(event, &state.memory)?;
+        state.say(ran);
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAlloc_v2(to: *mut u64, size: usize) -> c_int {
+    call("cuMemAlloc_v2", true, |state| {
+        state.say(size);
+        state.streams.refuse_while_recording()?;
+        put(to, state.memory.alloc(size)?)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemFree_v2(at: u64) -> c_int {
+    call("cuMemFree_v2", true, |state| {
+        let ran = state.streams.run_all(&state.memory)?;
+        state.say(ran);
+        state.memory.free_plain(at)
+    })
+}
+
+/// A copy between device and host.
+fn host_copy(state: &mut State, host: usize, len: usize, stream: u64, op: streams::Op) -> Result<(), Code> {
+    state.say(len);
+    if state.memory.check_pinned(host, len).is_ok() {
+        return state.streams.push(stream, op);
+    }
+    if !card::pageable() {
+        return Err(INVALID_VALUE);
+    }
+    let ran = state.streams.run(stream, u64::MAX, &state.memory)?;
+    state.say(format!("{len} pageable, after {ran}"));
+    op.run_pageable(&state.memory)
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(to: u64, from: *const c_void, len: usize, stream: u64) -> c_int {
     call("cuMemcpyHtoDAsync_v2", true, |state| {
-        state.memory.check_pinned(from.addr(), len)?;
         state.memory.check_access(to, len, true)?;
-        state.streams.push(stream, streams::Op::Upload { to, from: from.addr(), len })
+        host_copy(state, from.addr(), len, stream, streams::Op::Upload { to, from: from.expose_provenance(), len })
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(to: *mut c_void, from: u64, len: usize, stream: u64) -> c_int {
     call("cuMemcpyDtoHAsync_v2", true, |state| {
-        state.memory.check_pinned(to.addr(), len)?;
         state.memory.check_access(from, len, false)?;
-        state.streams.push(stream, streams::Op::Download { to: to.addr(), from, len })
+        host_copy(state, to.addr(), len, stream, streams::Op::Download { to: to.expose_provenance(), from, len })
+    })
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, len: usize, stream: u64) -> c_int {
+    call("cuMemcpyDtoDAsync_v2", true, |state| {
+        state.say(len);
+        state.memory.check_access(from, len, false)?;
+        state.memory.check_access(to, len, true)?;
+        state.streams.push(stream, streams::Op::Copy { to, from, len })
     })
 }
 

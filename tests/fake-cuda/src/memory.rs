@@ -55,6 +55,7 @@ struct Handle {
 
 struct Mapping {
     size: usize,
+    /// Negative for memory that was not mapped but allocated.
     fd: c_int,
     /// 0 none, 1 read, 3 read and write.
     access: c_int,
@@ -67,6 +68,8 @@ pub struct Memory {
     reserved: BTreeMap<u64, usize>,
     mapped: BTreeMap<u64, Mapping>,
     pinned: BTreeMap<usize, usize>,
+    /// Bytes of memory that no descriptor leads to. Other processes do not see that they are taken.
+    plain: usize,
 }
 
 fn address(at: u64) -> *mut c_void {
@@ -90,7 +93,45 @@ fn map_at(at: *mut c_void, size: usize, protection: c_int, flags: c_int, fd: c_i
     if got == libc::MAP_FAILED { Err(OUT_OF_MEMORY) } else { Ok(got.expose_provenance()) }
 }
 
+/// Real memory is not zero: whoever wants zeros must write them.
+fn soil(at: usize, size: usize) {
+    for page in (0..size).step_by(4096) {
+        // SAFETY: inside a mapping of whole pages that was just made.
+        unsafe { address((at + page) as u64).cast::<u8>().write_bytes(0xa5, 512) };
+    }
+}
+
 impl Memory {
+    /// What is free on the card.
+    pub fn free(&self) -> usize {
+        card::free().saturating_sub(self.plain)
+    }
+
+    /// Memory of this process alone.
+    pub fn alloc(&mut self, size: usize) -> Result<u64, Code> {
+        if size == 0 {
+            return Err(INVALID_VALUE);
+        }
+        if size > self.free() {
+            return Err(OUT_OF_MEMORY);
+        }
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let at = map_at(null_mut(), size, libc::PROT_READ | libc::PROT_WRITE, flags, -1)?;
+        soil(at, size);
+        self.plain += size;
+        self.mapped.insert(at as u64, Mapping { size, fd: -1, access: 3 });
+        Ok(at as u64)
+    }
+
+    pub fn free_plain(&mut self, at: u64) -> Result<(), Code> {
+        let size = self.mapped.get(&at).filter(|m| m.fd < 0).ok_or(INVALID_VALUE)?.size;
+        self.mapped.remove(&at);
+        self.plain -= size;
+        // SAFETY: mapped by `alloc` with this size.
+        unsafe { libc::munmap(address(at), size) };
+        Ok(())
+    }
+
     fn handle(&self, handle: u64) -> Result<&Handle, Code> {
         self.handles.get(&handle).ok_or(INVALID_HANDLE)
     }
@@ -105,7 +146,7 @@ impl Memory {
         if size == 0 || !size.is_multiple_of(GRANULARITY) {
             return Err(INVALID_VALUE);
         }
-        if size > card::free() {
+        if size > self.free() {
             return Err(OUT_OF_MEMORY);
         }
         let name = CString::new(card::memfd_name()).map_err(|_| INVALID_VALUE)?;
@@ -116,12 +157,8 @@ impl Memory {
         if fd < 0 || unsafe { libc::ftruncate(fd, len) } < 0 {
             return Err(OUT_OF_MEMORY);
         }
-        // Real memory is not zero: whoever wants zeros must write them.
         let at = map_at(null_mut(), size, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, fd)?;
-        for page in (0..size).step_by(4096) {
-            // SAFETY: inside the mapping that was just made.
-            unsafe { address((at + page) as u64).cast::<u8>().write_bytes(0xa5, 512) };
-        }
+        soil(at, size);
         // SAFETY: the mapping that was just made.
         unsafe { libc::munmap(address(at as u64), size) };
         Ok(self.insert(Handle { fd, size, imported: false }))
@@ -190,7 +227,7 @@ impl Memory {
     }
 
     pub fn unmap(&mut self, at: u64, size: usize) -> Result<(), Code> {
-        if self.mapped.get(&at).is_none_or(|m| m.size != size) {
+        if self.mapped.get(&at).is_none_or(|m| m.size != size || m.fd < 0) {
             return Err(INVALID_VALUE);
         }
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;

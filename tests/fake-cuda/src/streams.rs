@@ -5,18 +5,40 @@ use std::ops::Range;
 use std::time::Duration;
 
 use crate::memory::Memory;
-use crate::{Code, ILLEGAL_ADDRESS, INVALID_HANDLE, card};
+use crate::{CAPTURE_UNSUPPORTED, Code, ILLEGAL_ADDRESS, INVALID_HANDLE, card};
 
+#[derive(Clone, Copy)]
 pub enum Op {
-    Upload { to: u64, from: usize, len: usize },
-    Download { to: usize, from: u64, len: usize },
-    Fill { to: u64, value: u8, len: usize },
+    Upload {
+        to: u64,
+        from: usize,
+        len: usize,
+    },
+    Download {
+        to: usize,
+        from: u64,
+        len: usize,
+    },
+    Copy {
+        to: u64,
+        from: u64,
+        len: usize,
+    },
+    Fill {
+        to: u64,
+        value: u8,
+        len: usize,
+    },
+    /// What it would compute is not there.
+    Kernel,
 }
 
 #[derive(Default)]
 struct Stream {
     pushed: u64,
     waiting: VecDeque<(u64, Op)>,
+    /// Operations that are recorded instead of run.
+    recording: Option<Vec<Op>>,
 }
 
 #[derive(Default)]
@@ -34,26 +56,40 @@ fn pointer<T>(at: usize) -> *mut T {
 impl Op {
     /// What a stream does later fails later, and takes the context with it.
     fn run(&self, memory: &Memory) -> Result<(), Code> {
+        if let Some(host) = self.host() {
+            memory.check_pinned(host.start, host.len()).map_err(|_| ILLEGAL_ADDRESS)?;
+        }
+        self.run_pageable(memory)
+    }
+
+    /// As it runs, from or to whatever memory of the host.
+    pub fn run_pageable(&self, memory: &Memory) -> Result<(), Code> {
         let fatal = |_| ILLEGAL_ADDRESS;
         let host = |at: u64| usize::try_from(at).map_err(|_| ILLEGAL_ADDRESS);
         match *self {
             Self::Upload { to, from, len } => {
                 memory.check_access(to, len, true).map_err(fatal)?;
-                memory.check_pinned(from, len).map_err(fatal)?;
-                // SAFETY: both ranges were just checked to be mapped by this fake, and are of different kinds.
+                // SAFETY: the device's range was just checked to be mapped by this fake; the host's was checked, or is what the
+                // caller of the driver's function promises.
                 unsafe { pointer::<u8>(host(to)?).copy_from_nonoverlapping(pointer::<u8>(from), len) };
             }
             Self::Download { to, from, len } => {
                 memory.check_access(from, len, false).map_err(fatal)?;
-                memory.check_pinned(to, len).map_err(fatal)?;
                 // SAFETY: as above.
                 unsafe { pointer::<u8>(to).copy_from_nonoverlapping(pointer::<u8>(host(from)?), len) };
+            }
+            Self::Copy { to, from, len } => {
+                memory.check_access(from, len, false).map_err(fatal)?;
+                memory.check_access(to, len, true).map_err(fatal)?;
+                // SAFETY: both ranges were just checked to be mapped by this fake.
+                unsafe { pointer::<u8>(host(to)?).copy_from(pointer::<u8>(host(from)?), len) };
             }
             Self::Fill { to, value, len } => {
                 memory.check_access(to, len, true).map_err(fatal)?;
                 // SAFETY: the range was just checked to be mapped by this fake.
                 unsafe { pointer::<u8>(host(to)?).write_bytes(value, len) };
             }
+            Self::Kernel => return Ok(()),
         }
         match card::copy_us() {
             0 => {}
@@ -65,7 +101,7 @@ impl Op {
     fn host(&self) -> Option<Range<usize>> {
         match *self {
             Self::Upload { from: at, len, .. } | Self::Download { to: at, len, .. } => Some(at..at + len),
-            Self::Fill { .. } => None,
+            Self::Copy { .. } | Self::Fill { .. } | Self::Kernel => None,
         }
     }
 }
@@ -94,23 +130,53 @@ impl Streams {
 
     pub fn push(&mut self, stream: u64, op: Op) -> Result<(), Code> {
         let stream = self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
+        if let Some(recorded) = &mut stream.recording {
+            if op.host().is_some() {
+                return Err(CAPTURE_UNSUPPORTED);
+            }
+            recorded.push(op);
+            return Ok(());
+        }
         stream.pushed += 1;
         stream.waiting.push_back((stream.pushed, op));
         Ok(())
     }
 
-    /// Runs a stream up to operation number `until`.
-    pub fn run(&mut self, stream: u64, until: u64, memory: &Memory) -> Result<(), Code> {
+    /// Records what is put into the stream from here on.
+    pub fn record_graph(&mut self, stream: u64) -> Result<(), Code> {
         let stream = self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
-        while let Some((_, op)) = stream.waiting.pop_front_if(|(number, _)| *number <= until) {
-            op.run(memory)?;
+        if stream.recording.is_some() {
+            return Err(CAPTURE_UNSUPPORTED);
         }
+        stream.recording = Some(Vec::new());
         Ok(())
     }
 
-    pub fn run_all(&mut self, memory: &Memory) -> Result<(), Code> {
+    /// What was recorded.
+    pub fn recorded(&mut self, stream: u64) -> Result<Vec<Op>, Code> {
+        self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?.recording.take().ok_or(CAPTURE_UNSUPPORTED)
+    }
+
+    pub fn refuse_while_recording(&self) -> Result<(), Code> {
+        let recording = self.streams.values().any(|s| s.recording.is_some());
+        if recording { Err(CAPTURE_UNSUPPORTED) } else { Ok(()) }
+    }
+
+    /// Runs a stream up to operation number `until`; says how many had not run before.
+    pub fn run(&mut self, stream: u64, until: u64, memory: &Memory) -> Result<usize, Code> {
+        self.refuse_while_recording()?;
+        let stream = self.streams.get_mut(&stream).ok_or(INVALID_HANDLE)?;
+        let mut ran = 0;
+        while let Some((_, op)) = stream.waiting.pop_front_if(|(number, _)| *number <= until) {
+            op.run(memory)?;
+            ran += 1;
+        }
+        Ok(ran)
+    }
+
+    pub fn run_all(&mut self, memory: &Memory) -> Result<usize, Code> {
         let all: Vec<u64> = self.streams.keys().copied().collect();
-        all.into_iter().try_for_each(|stream| self.run(stream, u64::MAX, memory))
+        all.into_iter().try_fold(0, |ran, stream| Ok(ran + self.run(stream, u64::MAX, memory)?))
     }
 
     /// True when an operation that has not run yet touches `range` of the host's memory.
@@ -135,11 +201,11 @@ impl Streams {
         Ok(())
     }
 
-    pub fn wait(&mut self, event: u64, memory: &Memory) -> Result<(), Code> {
+    pub fn wait(&mut self, event: u64, memory: &Memory) -> Result<usize, Code> {
         match *self.events.get(&event).ok_or(INVALID_HANDLE)? {
             // A stream that is gone was run to its end.
             Some((stream, until)) if self.streams.contains_key(&stream) => self.run(stream, until, memory),
-            _ => Ok(()),
+            _ => Ok(0),
         }
     }
 }

@@ -68,8 +68,8 @@ impl Stream {
         let started = check("cuMemcpyHtoDAsync_v2", unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), self.raw())
         });
-        self.synchronize()?;
-        started
+        let done = self.synchronize();
+        started.and(done)
     }
 
     /// Starts copying the first `len` bytes of `from` to device memory at `to`.
@@ -101,8 +101,8 @@ impl Stream {
         let started = check("cuMemcpyDtoHAsync_v2", unsafe {
             sys::cuMemcpyDtoHAsync_v2(out.as_mut_ptr().cast(), from, out.len(), self.raw())
         });
-        self.synchronize()?;
-        started
+        let done = self.synchronize();
+        started.and(done)
     }
 
     /// Starts copying `len` bytes of device memory.

@@ -164,8 +164,8 @@ impl<'a> Staging<'a> {
             sys::cuMemcpyDtoHAsync_v2(target.as_mut_ptr().cast(), from, len, self.stream.raw())
         });
         // Also after an error: the buffer must not be lent while anything may still write to it.
-        self.stream.synchronize()?;
-        started?;
+        let done = self.stream.synchronize();
+        started.and(done)?;
         Ok(target)
     }
 

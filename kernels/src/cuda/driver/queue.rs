@@ -26,9 +26,10 @@ use super::{Context, CudaError, Graph, Stream};
 const SEGMENT: (usize, usize) = (8, 512);
 /// Shorter runs are not worth a graph.
 const MIN_GRAPH: usize = 8;
-/// Most graphs, and most runs that were seen once: more are forgotten, all at once. A sequence of 65,536 tokens needs 24 depths of
-/// some 8 segments.
-const MAX_GRAPHS: usize = 1024;
+/// Most operations of all graphs. A graph takes 2.7 KB of the device for each of its launches, so that they take 64 MiB: 22 steps of Flash.
+/// Steps are others for every number of rows and for each of the 24 depths of 65,536 tokens; what was not used for longest is forgotten.
+const MAX_RECORDED: usize = (64 << 20) / 2700;
+/// Most runs that were seen once: more are forgotten, all at once.
 const MAX_SEEN: usize = 4096;
 
 /// Operations to start together after `started` since the stream was held: few at first, because the device has nothing to do until the
@@ -140,11 +141,24 @@ impl Work {
     }
 }
 
+/// A graph of what it does.
+#[derive(Debug)]
+struct Recorded {
+    work: Work,
+    graph: Graph,
+    /// Number of its last replay.
+    used: u64,
+}
+
 #[derive(Debug, Default)]
 struct State {
     work: Work,
-    graphs: HashMap<u64, Vec<(Work, Graph)>>,
-    count: usize,
+    /// By the hashes of their works; of two with one hash, the later one.
+    graphs: HashMap<u64, Recorded>,
+    /// Operations of all graphs.
+    recorded: usize,
+    /// Replays so far.
+    replays: u64,
     seen: HashSet<u64>,
     /// Operations started since the stream was held.
     started: usize,
@@ -153,6 +167,38 @@ struct State {
     /// An error that nobody has been told yet.
     failed: Option<CudaError>,
     closed: bool,
+}
+
+impl State {
+    /// The graph that does what is held back.
+    fn graph(&mut self, hash: u64) -> Option<&mut Graph> {
+        let found = self.graphs.get_mut(&hash).filter(|r| r.work == self.work)?;
+        self.replays += 1;
+        found.used = self.replays;
+        Some(&mut found.graph)
+    }
+
+    fn insert(&mut self, hash: u64, work: Work, graph: Graph) {
+        self.forget(hash);
+        let most = MAX_RECORDED.saturating_sub(work.nodes.len());
+        while self.recorded > most
+            && let Some(oldest) = self.graphs.iter().min_by_key(|(_, r)| r.used).map(|(hash, _)| *hash)
+        {
+            self.forget(oldest);
+        }
+        self.recorded += work.nodes.len();
+        self.replays += 1;
+        self.graphs.insert(hash, Recorded { work, graph, used: self.replays });
+    }
+
+    fn forget(&mut self, hash: u64) {
+        self.recorded -= self.graphs.remove(&hash).map_or(0, |r| r.work.nodes.len());
+    }
+
+    fn forget_all(&mut self) {
+        self.graphs.clear();
+        self.recorded = 0;
+    }
 }
 
 /// What a stream holds back.
@@ -262,13 +308,12 @@ impl Queue {
             kept.append(&state.work);
         }
         let hash = state.work.hash();
-        if let Some((_, graph)) =
-            state.graphs.get_mut(&hash).and_then(|all| all.iter_mut().find(|(w, _)| *w == state.work))
-        {
+        if let Some(graph) = state.graph(hash) {
             self.replayed.fetch_add(n as u64, Ordering::Relaxed);
-            state.work.clear();
             // SAFETY: its memory is what the same launches would have used.
-            return unsafe { graph.launch_in(self.stream) };
+            let done = unsafe { graph.launch_in(self.stream) };
+            state.work.clear();
+            return done;
         }
         self.started.fetch_add(n as u64, Ordering::Relaxed);
         if n < MIN_GRAPH || !state.seen.remove(&hash) {
@@ -280,16 +325,11 @@ impl Queue {
             state.work.clear();
             return done;
         }
-        if state.count >= MAX_GRAPHS {
-            state.graphs.clear();
-            state.count = 0;
-        }
         let work = std::mem::take(&mut state.work);
         let mut graph = Graph::record_in(context, self.stream, || work.issue(self.stream, self.is_early()))?;
         // SAFETY: what it consists of was to be started now.
         unsafe { graph.launch_in(self.stream) }?;
-        state.count += 1;
-        state.graphs.entry(hash).or_default().push((work, graph));
+        state.insert(hash, work, graph);
         Ok(())
     }
 
@@ -303,7 +343,7 @@ impl Queue {
         let mut state = self.state();
         state.closed = true;
         state.work.clear();
-        state.graphs.clear();
+        state.forget_all();
     }
 }
 
@@ -352,9 +392,7 @@ impl Stream {
         self.ready()?;
         let can = module::can_start_early(self.context().device().capability);
         self.queue().early.store(wanted && can, Ordering::Relaxed);
-        let mut state = self.queue().state();
-        state.graphs.clear();
-        state.count = 0;
+        self.queue().state().forget_all();
         Ok(())
     }
 

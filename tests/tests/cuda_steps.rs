@@ -1,0 +1,341 @@
+//! What a step of a real model asks of the driver: a decode step that has been seen twice is launched as graphs, nothing in it waits for the
+//! device or copies to the host, and what comes back is the sampler's summary of its rows. Kernels do nothing on the fake driver;
+//! their launches are compared with what nvcc compiled.
+
+#[path = "../../worker/models/tests/support/mod.rs"]
+mod support;
+
+use std::fs::File;
+use std::io::Read as _;
+use std::process::Command;
+
+use ds4_kernels::cuda::CudaDevice;
+use ds4_kernels::cuda::fatal;
+use ds4_kernels::ops::{RowQuery, RowSummary};
+use ds4_kernels::{BatchPlan, Device};
+use ds4_models::Model;
+use ds4_tests::card::Card;
+use support::{fixture, weights};
+
+const MODELS: [&str; 2] = ["deepseek_v4/tiny-v4.gguf", "tiny-llama/tiny-llama.gguf"];
+const BANKS: usize = 16;
+/// More than the first memory of a bank has room for.
+const CONTEXT: usize = 1 << 20;
+/// Shorter runs of launches are no graph (`MIN_GRAPH` in kernels/src/cuda/driver/queue.rs): the last ones of a step.
+const SHORTEST_GRAPH: usize = 8;
+
+/// What binds a model's tensors from ordinary memory and finds the fixtures.
+fn card() -> Card {
+    Card::new()
+        .logged()
+        .with("FAKE_CUDA_PAGEABLE", 1)
+        .with("DS4_FIXTURES", concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures"))
+}
+
+/// Calls of the driver in order, and what the fake says of each.
+#[derive(Debug, Default)]
+struct Calls(Vec<(String, String)>);
+
+impl Calls {
+    fn of<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
+        self.0.iter().filter(move |(n, _)| n == name).map(|(_, said)| said.as_str())
+    }
+
+    fn count(&self, name: &str) -> usize {
+        self.of(name).count()
+    }
+
+    /// Sum of the numbers that the fake says of a call.
+    fn sum(&self, name: &str) -> usize {
+        self.of(name).map(|said| said.parse::<usize>().unwrap_or_else(|_| panic!("{name} {said}"))).sum()
+    }
+
+    /// Operations that were given to the device, in graphs or not. Those that were recorded were called too.
+    fn operations(&self) -> usize {
+        let called = self.count("cuLaunchKernelEx") + self.count("cuMemcpyDtoDAsync_v2");
+        self.sum("cuGraphLaunch") + called - self.sum("cuGraphInstantiateWithFlags")
+    }
+
+    /// Nothing but these functions was called.
+    fn only(&self, allowed: &[&str]) {
+        let other = self.0.iter().find(|(name, _)| name != "cuCtxSetCurrent" && !allowed.contains(&name.as_str()));
+        assert_eq!(other, None, "in {self:?}");
+    }
+
+    /// Nothing waited for an operation that had not happened.
+    fn waited_for_nothing(&self) {
+        assert_eq!(self.sum("cuEventSynchronize") + self.sum("cuStreamSynchronize"), 0, "{self:?}");
+    }
+}
+
+/// A model with its banks, and the driver's log.
+struct Run {
+    device: CudaDevice,
+    model: Box<dyn Model<CudaDevice>>,
+    banks: Vec<<CudaDevice as Device>::Bank>,
+    /// Tokens of each bank.
+    done: Vec<usize>,
+    log: File,
+}
+
+impl Run {
+    fn new(model: &str) -> Self {
+        let device = CudaDevice::open(0).unwrap();
+        let model = ds4_models::build(&device, &weights(&fixture(model))).unwrap();
+        let banks = (0..BANKS).map(|_| device.bank(model.state(), CONTEXT).unwrap()).collect();
+        let log = File::open(std::env::var_os("FAKE_CUDA_LOG").unwrap()).unwrap();
+        Self { device, model, banks, done: vec![0; BANKS], log }
+    }
+
+    /// Calls since it was asked last.
+    fn calls(&mut self) -> Calls {
+        let mut new = String::new();
+        self.log.read_to_string(&mut new).unwrap();
+        let lines = new.lines().map(|l| l.split_once(' ').unwrap());
+        Calls(lines.map(|(name, said)| (name.to_owned(), said.to_owned())).collect())
+    }
+
+    /// One step of `n` tokens of each of the first `banks` banks.
+    fn plan(&mut self, banks: usize, n: usize, wanted: bool) -> BatchPlan {
+        let mut plan = BatchPlan::default();
+        for b in 0..banks {
+            let tokens: Vec<u32> = (0..n).map(|i| u32::try_from((self.done[b] + i) % 50).unwrap()).collect();
+            plan.push(b, self.done[b], &tokens, wanted);
+            self.done[b] += n;
+            self.device.bank_commit(&mut self.banks[b], self.done[b]).unwrap();
+        }
+        plan
+    }
+
+    /// Calls of the step itself: everything between handing it over and asking for its results.
+    fn forward(&mut self, plan: &BatchPlan) -> Calls {
+        self.calls();
+        self.model.forward(&self.device, plan, &mut self.banks).unwrap();
+        self.calls()
+    }
+
+    fn summarise(&mut self, rows: usize, query: RowQuery) -> (Calls, Vec<RowSummary>) {
+        let queries: Vec<_> = (0..rows).map(|row| RowQuery { row, ..query }).collect();
+        let mut out = Vec::new();
+        self.calls();
+        self.device.summarise(self.model.logits(), &queries, &mut out);
+        (self.calls(), out)
+    }
+
+    /// A decode step of that many rows, until its summary is there.
+    fn decode(&mut self, rows: usize) -> Calls {
+        let plan = self.plan(rows, 1, true);
+        let calls = self.forward(&plan);
+        self.summarise(rows, GREEDY);
+        calls
+    }
+}
+
+/// As the engine asks for a greedy request, and for one that draws from its best 40.
+const GREEDY: RowQuery = RowQuery { row: 0, best: 1, scale: None, draw: None, norm: false };
+const TOP_40: RowQuery = RowQuery { row: 0, best: 40, scale: Some(1.25), draw: Some(0.4), norm: true };
+
+/// Bytes of a step's plan: a bank's address and three numbers for each span, three for each row, one for each wanted row.
+fn plan_bytes(plan: &BatchPlan) -> usize {
+    plan.spans.len() * (8 + 3 * 4) + plan.rows() * 3 * 4 + plan.wanted.len() * 4
+}
+
+/// Bytes of the summaries of `rows` rows: two sums and a margin in f64, the best and the drawn candidate of 8 bytes, a threshold of 4 and 4
+/// to align the next (`SampleHead` in sample.cu); and where more than one of the best is wanted, 8 for each.
+fn summary_bytes(rows: usize, query: RowQuery) -> usize {
+    let list = if query.best > 1 { query.best * 8 } else { 0 };
+    rows * (3 * 8 + 2 * 8 + 4 + 4 + list)
+}
+
+/// What a step may call: of all functions that wait only the one whose waiting is looked at, and none that allocates or copies to the host.
+const STEP: [&str; 5] =
+    ["cuEventSynchronize", "cuEventRecord", "cuMemcpyHtoDAsync_v2", "cuGraphLaunch", "cuLaunchKernelEx"];
+/// And the first step that needs a kernel.
+const LOOKS_UP_KERNELS: [&str; 4] =
+    ["cuModuleGetFunction", "cuFuncGetParamInfo", "cuFuncGetAttribute", "cuFuncSetAttribute"];
+
+/// A replayed step: its plan goes to the device in one copy, and the rest are graphs and what is too short for one.
+fn check_replayed(calls: &Calls, plan: &BatchPlan, operations: usize) {
+    calls.only(&STEP);
+    calls.waited_for_nothing();
+    assert_eq!(calls.of("cuMemcpyHtoDAsync_v2").collect::<Vec<_>>(), [plan_bytes(plan).to_string()]);
+    assert!(calls.count("cuLaunchKernelEx") < SHORTEST_GRAPH, "{calls:?}");
+    assert_eq!(calls.operations(), operations, "a replayed step does what it did before");
+}
+
+#[test]
+fn a_decode_step_is_replayed_without_waiting_and_only_summaries_come_back() {
+    if !card().is_here("a_decode_step_is_replayed_without_waiting_and_only_summaries_come_back") {
+        return;
+    }
+    for model in MODELS {
+        let mut run = Run::new(model);
+        for rows in [1, BANKS] {
+            // Memory and tables are made in the first step; the launches of the second are those of all later ones, of which the third is
+            // recorded at the latest.
+            run.decode(rows);
+            let operations = run.decode(rows).operations();
+            assert!(operations > 40, "{model}: {operations} operations");
+            (0..2).for_each(|_| drop(run.decode(rows)));
+            run.summarise(rows, TOP_40);
+            for query in [GREEDY, TOP_40].repeat(3) {
+                let plan = run.plan(rows, 1, true);
+                let calls = run.forward(&plan);
+                check_replayed(&calls, &plan, operations);
+                let (calls, summaries) = run.summarise(rows, query);
+                assert_eq!(summaries.len(), rows);
+                calls.only(&["cuLaunchKernelEx", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"]);
+                let back: Vec<_> = calls.of("cuMemcpyDtoHAsync_v2").collect();
+                assert_eq!(back, [summary_bytes(rows, query).to_string()], "{model}, {rows} rows");
+                assert_eq!(calls.count("cuStreamSynchronize"), 1, "{model}, {rows} rows");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_bank_that_grew_does_not_change_a_steps_launches() {
+    if !card().is_here("a_bank_that_grew_does_not_change_a_steps_launches") {
+        return;
+    }
+    for model in MODELS {
+        let mut run = Run::new(model);
+        (0..4).for_each(|_| drop(run.decode(2)));
+        run.calls();
+        // Memory for more tokens than there will be, before the step; its rows are where they were.
+        run.device.bank_commit(&mut run.banks[1], CONTEXT).unwrap();
+        let grown = run.calls();
+        assert!(grown.count("cuMemCreate") > 0, "{model}: {grown:?}");
+        let plan = run.plan(2, 1, true);
+        let calls = run.forward(&plan);
+        let operations = calls.operations();
+        check_replayed(&calls, &plan, operations);
+        run.summarise(2, GREEDY);
+        // All of it is other memory when the sequence begins anew, at the same addresses.
+        run.device.bank_trim(&mut run.banks[1], 0);
+        run.done[1] = 0;
+        let plan = run.plan(2, 1, true);
+        check_replayed(&run.forward(&plan), &plan, operations);
+    }
+}
+
+#[test]
+fn a_prompts_chunks_follow_each_other_without_waiting_for_results() {
+    if !card().is_here("a_prompts_chunks_follow_each_other_without_waiting_for_results") {
+        return;
+    }
+    for model in MODELS {
+        let mut run = Run::new(model);
+        // Of 700 rows, attention takes parts with plans of their own.
+        for (rows, plans) in [(200, 1), (700, if model.contains("v4") { 3 } else { 1 })] {
+            for _ in 0..2 {
+                let plan = run.plan(1, rows, false);
+                run.forward(&plan);
+            }
+            run.device.synchronize().unwrap();
+            let mut before = 0;
+            for chunk in 0..3 {
+                let plan = run.plan(1, rows, false);
+                let calls = run.forward(&plan);
+                calls.only(&[&STEP[..], &LOOKS_UP_KERNELS[..]].concat());
+                assert_eq!(calls.count("cuMemcpyHtoDAsync_v2"), plans, "{model}, {rows} rows");
+                // The memory of the plan before is written when that plan has been copied, which is after the chunk before it.
+                let waited = calls.sum("cuEventSynchronize");
+                assert!(
+                    waited <= before + plans,
+                    "{model}, {rows} rows, chunk {chunk}: waited for {waited} operations"
+                );
+                assert!(chunk > 0 || waited == 0, "{model}, {rows} rows: waited for {waited} operations");
+                before = if chunk > 0 { calls.operations() } else { 0 };
+                if rows == 200 {
+                    assert_eq!(calls.sum("cuMemcpyHtoDAsync_v2"), plan_bytes(&plan), "{model}");
+                }
+            }
+        }
+    }
+}
+
+/// Graphs cost device memory, 2.7 KB a launch: not more than 64 MiB in all, and those in use stay.
+#[test]
+fn graphs_of_ever_new_steps_do_not_accumulate() {
+    if !card().is_here("graphs_of_ever_new_steps_do_not_accumulate") {
+        return;
+    }
+    const MOST: usize = (64 << 20) / 2700;
+    let mut run = Run::new(MODELS[0]);
+    let (mut made, mut gone) = (0, 0);
+    let mut highest = 0;
+    // Launches depend on the number of rows and on how deep the deepest is; the deepest first, so that no memory grows later.
+    let depths = (9..20).rev().flat_map(|power| (4..8).rev().map(move |quarters| quarters << (power - 2)));
+    for (i, depth) in depths.enumerate() {
+        run.done[0] = depth;
+        for rows in 1..=BANKS {
+            for _ in 0..3 {
+                let calls = run.decode(rows);
+                made += calls.sum("cuGraphInstantiateWithFlags");
+                gone += calls.sum("cuGraphExecDestroy");
+                highest = highest.max(made - gone);
+                assert!(made - gone <= MOST, "depth {depth}, {rows} rows: {made} launches recorded, {gone} forgotten");
+            }
+        }
+        // One that comes again and again is never forgotten.
+        run.done[1] = 0;
+        let mut plan = BatchPlan::default();
+        plan.push(1, 0, &[1], true);
+        for round in 0..3 {
+            let calls = run.forward(&plan);
+            made += calls.sum("cuGraphInstantiateWithFlags");
+            gone += calls.sum("cuGraphExecDestroy");
+            assert!(i == 0 || calls.count("cuGraphInstantiateWithFlags") == 0, "depth {depth}, round {round}");
+            run.summarise(1, GREEDY);
+        }
+    }
+    assert!(
+        gone > MOST / 4 && highest > MOST / 2,
+        "{made} launches recorded, {highest} at once: too few for this test"
+    );
+}
+
+/// Whatever call fails for good, in a step or behind it, is the end of the process.
+#[test]
+fn a_device_lost_in_a_step_ends_the_process() {
+    let name = "a_device_lost_in_a_step_ends_the_process";
+    if std::env::var_os("FAKE_CUDA_TAG").is_some() {
+        let mut run = Run::new(MODELS[0]);
+        (0..8).for_each(|_| drop(run.decode(2)));
+        panic!("it lives on");
+    }
+    // Without a failure, to know which call of a process is in the middle of its steps.
+    let whole = card();
+    run_again(&whole, name);
+    let calls = whole.calls();
+    let before = &calls[..calls.find("cuGraphLaunch").expect("graphs")];
+    for call in [
+        "cuGraphLaunch",
+        "cuLaunchKernelEx",
+        "cuGraphInstantiateWithFlags",
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemcpyDtoHAsync_v2",
+        "cuStreamSynchronize",
+        "cuEventRecord",
+    ] {
+        let nth = before.lines().filter(|l| l.starts_with(call)).count() + 3;
+        for code in [700, 719] {
+            let card = card().with("FAKE_CUDA_FAIL", format!("{call}:{nth}:{code}"));
+            let (ended, said) = run_again(&card, name);
+            assert_eq!(ended, Some(fatal::EXIT_CODE), "{call}: {said}");
+            assert!(
+                said.contains(&format!("{call}: CUDA_ERROR_")) && said.contains("[cuda_device_lost]"),
+                "{call}: {said}"
+            );
+            assert_eq!(card.held(), (0, 0), "{call}");
+        }
+    }
+}
+
+/// Exit code and standard error of the test `name` in a process that has the card.
+fn run_again(card: &Card, name: &str) -> (Option<i32>, String) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let output = card.give(&mut command).args(["--exact", name, "--nocapture"]).output().unwrap();
+    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
