@@ -49,12 +49,17 @@ pub fn run_operations<D: Device>(device: &D, bounds: Bounds) {
         suite.embed(ty);
         suite.matmul(ty);
     }
-    for ty in [GgmlType::F32, GgmlType::F16, GgmlType::Q8_0, GgmlType::Q4_K, GgmlType::Q2_K, GgmlType::IQ2_XXS] {
+    use GgmlType as T;
+    for ty in [T::F32, T::F16, T::BF16, T::Q8_0, T::Q4_K, T::Q2_K, T::IQ2_XXS] {
         suite.batches(ty, &[2816, 48], 512, 150);
     }
     // Enough for the kernels with the largest tiles; columns that are not whole tiles of anything.
-    suite.batches(GgmlType::F16, &[8200, 24, 1], 264, 260);
-    suite.batches(GgmlType::BF16, &[600, 48], 264, 150);
+    for ty in [T::F16, T::BF16] {
+        suite.batches(ty, &[8200, 24, 1], 264, 260);
+        // Columns that are no whole loads.
+        suite.batches(ty, &[600, 48], 260, 150);
+    }
+    [T::F32, T::F16, T::BF16].into_iter().for_each(|ty| suite.lone_values(ty));
     suite.groups();
     suite.changed();
     suite.attention(StateType::F16);

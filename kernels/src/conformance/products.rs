@@ -64,6 +64,37 @@ impl<D: Device> Suite<'_, D> {
         }
     }
 
+    /// Rows of one value: the product of two numbers. In sums of many, activations that lack their last bits are not seen.
+    pub(super) fn lone_values(&self, ty: GgmlType) {
+        let mut rng = self.random(13);
+        let (outputs, cols) = (2100, 520);
+        let bytes = rng.weights(ty, outputs, cols);
+        let w = self.weight(ty, outputs, cols, &bytes);
+        let mut floats = vec![0.0; outputs * cols];
+        quant::dequantize_row(ty, &bytes, &mut floats);
+        for rows in [1, 3, 20, 140] {
+            let values = rng.activations(rows);
+            let columns: Vec<usize> = (0..rows).map(|_| rng.below(cols)).collect();
+            let mut x = vec![0.0; rows * cols];
+            for (row, (value, column)) in x.chunks_exact_mut(cols).zip(values.iter().zip(&columns)) {
+                row[*column] = *value;
+            }
+            let mut out = self.device.buffer(outputs);
+            self.device.matmul(&self.upload(cols, &x), &mut [(&w, &mut out)]);
+            for (r, got) in self.download(&out, rows).chunks_exact(outputs).enumerate() {
+                for (o, got) in got.iter().enumerate() {
+                    let want = f64::from(values[r]) * f64::from(floats[o * cols + columns[r]]);
+                    self.close(
+                        &format!("{ty} row {r} of {rows}, output {o}"),
+                        *got,
+                        want,
+                        want.abs() / 1_048_576.0 + 1e-30,
+                    );
+                }
+            }
+        }
+    }
+
     /// A device may keep what it made of a buffer for products beside it; a product must see what was written last.
     pub(super) fn changed(&self) {
         let mut rng = self.random(9);

@@ -17,6 +17,7 @@ use crate::device::{Attention, Device, DeviceError, DeviceTensor, Rope, TensorSo
 use crate::ops::{RowQuery, RowSummary};
 use crate::plan::BatchPlan;
 use crate::state::StateSpec;
+use ds4_manifests::GgmlType;
 
 /// Memory between the kernels of one operation.
 #[derive(Debug, Default)]
@@ -224,23 +225,28 @@ impl Device for CudaDevice {
             assert_eq!(w.rows, out.width(), "{}: output of another width", w.name);
         }
         // Weights that have the same kernels go into one launch, wherever they are in the group.
-        group.sort_by_key(|(w, _)| (!w.is_tiled(), !w.is_tiled() && !products::fits(w)));
+        let kernels = |w: &CudaWeight| match (w.is_tiled(), w.ty) {
+            (true, _) => 0,
+            (_, GgmlType::F16) if products::fits(w) => 1,
+            _ if products::fits(w) => 2,
+            _ => 3,
+        };
+        group.sort_by_key(|(w, _)| kernels(w));
         let tiled = group.partition_point(|(w, _)| w.is_tiled());
         let (tiled, others) = group.split_at_mut(tiled);
-        let halves = others.partition_point(|(w, _)| products::fits(w));
-        let (halves, others) = others.split_at_mut(halves);
+        let dense = others.partition_point(|(w, _)| products::fits(w));
+        let (dense, others) = others.split_at_mut(dense);
         let beside = !tiled.is_empty();
-        let bytes = |any: bool, bytes: usize| if any { bytes } else { 0 };
         let room = [
-            bytes(!halves.is_empty(), products::bytes(x.rows(), x.width())),
-            bytes(beside, split::bytes(x.rows(), x.width())),
+            dense.iter().map(|(w, _)| products::bytes(w.ty, x.rows(), x.width())).max().unwrap_or(0),
+            if beside { split::bytes(x.rows(), x.width()) } else { 0 },
         ];
         let [pieces, acts] = self.scratch().work.pieces(&self.context, room);
-        let prepared = products::prepare(self, x, halves, beside, pieces);
+        let prepared = products::prepare(self, x, dense, beside, pieces);
         if beside {
             quantized::matmul(self, x, tiled, acts);
         }
-        products::matmul(self, x, halves, &prepared, beside);
+        products::matmul(self, x, dense, prepared, beside, pieces);
         others.iter_mut().for_each(|(w, out)| dense::matmul(self, x, w, 1, out));
     }
 

@@ -1,4 +1,5 @@
-//! Launches of the products with F16 weights on the tensor cores (dense.cu): all weights that one input meets in one launch.
+//! Launches of the products with F16 and BF16 weights on the tensor cores (dense.cu): all weights of a type that one input meets in one
+//! launch, and block-diagonal ones.
 
 use super::buffer::CudaBuffer;
 use super::device::CudaDevice;
@@ -22,37 +23,59 @@ const FEW: usize = 4;
 const MOST_SUMS: usize = 64 * 1024;
 const MOST_WEIGHTS: usize = 99 * 1024;
 
+/// `Member` in dense.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct MemberArg {
+    weight: u64,
+    out: u64,
+    outputs: i32,
+    stride: i32,
+    from: i32,
+    unused: i32,
+}
+
 /// `Members` in dense.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct GroupArg {
-    all: [[u64; 2]; MOST],
-    outputs: [i32; MOST],
+    all: [MemberArg; MOST],
     count: i32,
     cols: i32,
+    width: i32,
+    unused: i32,
 }
 kernel_args!(GroupArg);
 
-/// Bytes of activations in two halves: of their pieces, and with the scales.
-fn sizes(rows: usize, cols: usize) -> [usize; 2] {
+/// Parts that activations are cut into for weights of type `ty`, if it has these kernels (dense_parts.cuh).
+fn parts(ty: GgmlType) -> Option<usize> {
+    match ty {
+        GgmlType::F16 => Some(2),
+        GgmlType::BF16 => Some(3),
+        _ => None,
+    }
+}
+
+/// Bytes of activations in parts: of their pieces, and with the scales.
+fn sizes(parts: usize, rows: usize, cols: usize) -> [usize; 2] {
     // Kernels read whole blocks of rows.
     let room = rows.next_multiple_of(BLOCK);
-    let pieces = room * cols.next_multiple_of(GROUP) * 4;
+    let pieces = room * cols.next_multiple_of(GROUP) * 2 * parts;
     [pieces, pieces + room * cols.div_ceil(CHUNK) * 4]
 }
 
-/// Bytes that [`prepare`] wants for `rows` rows of `cols` columns.
-pub(super) fn bytes(rows: usize, cols: usize) -> usize {
-    sizes(rows, cols)[1]
+/// Bytes that products of `rows` rows of `cols` columns want for weights of type `ty`.
+pub(super) fn bytes(ty: GgmlType, rows: usize, cols: usize) -> usize {
+    parts(ty).map_or(0, |parts| sizes(parts, rows, cols)[1])
 }
 
-/// Whether a weight has these kernels: rows of whole 16 bytes of halves.
+/// Whether a weight has these kernels: rows of whole 16 bytes.
 pub(super) fn fits(w: &CudaWeight) -> bool {
     has_kernel(w.ty, w.cols) && !w.is_tiled() && w.start().is_multiple_of(16)
 }
 
 fn has_kernel(ty: GgmlType, cols: usize) -> bool {
-    ty == GgmlType::F16 && cols.is_multiple_of(8)
+    parts(ty).is_some() && cols.is_multiple_of(8)
 }
 
 /// How a product is launched.
@@ -68,7 +91,7 @@ enum Kernel {
 
 impl Kernel {
     /// For weights of so many `outputs` each. All kernels give the same bits. The bounds are from times on 132 multiprocessors.
-    fn of(rows: usize, cols: usize, outputs: &[usize], multiprocessors: usize, beside: bool) -> Self {
+    fn of(parts: usize, rows: usize, cols: usize, outputs: &[usize], multiprocessors: usize, beside: bool) -> Self {
         let chunks = cols.div_ceil(CHUNK);
         let tiles: usize = outputs.iter().map(|n| n.div_ceil(16)).sum();
         let units = tiles * rows.div_ceil(TILE);
@@ -83,13 +106,13 @@ impl Kernel {
             Self::Few { warps, slices }
         });
         let few = &few[usize::from(units > multiprocessors)..];
-        if let Some(few) = few.iter().find(|few| rows <= FEW && few.shared(rows, chunks) <= MOST_WEIGHTS) {
+        if let Some(few) = few.iter().find(|few| rows <= FEW && few.shared(parts, rows, chunks) <= MOST_WEIGHTS) {
             return *few;
         }
         let (warps, slices) = shares(if units <= multiprocessors && !beside { 16 } else { 8 });
         let some = Self::Some { warps, slices };
         // Where weights are read for many rows more than once, tiles of them are faster.
-        if units <= 5 * multiprocessors && some.shared(rows, chunks) <= MOST_SUMS {
+        if units <= 5 * multiprocessors && some.shared(parts, rows, chunks) <= MOST_SUMS {
             return some;
         }
         let large = [
@@ -102,11 +125,13 @@ impl Kernel {
     }
 
     /// Bytes of shared memory of a block.
-    fn shared(self, rows: usize, chunks: usize) -> usize {
+    fn shared(self, parts: usize, rows: usize, chunks: usize) -> usize {
         match self {
-            Self::Few { warps, slices } => slices * (chunks * (8 * CHUNK * 2 + 8 * 4) + warps * rows * 2 * CHUNK * 2),
+            Self::Few { warps, slices } => {
+                slices * (chunks * (8 * CHUNK * 2 + 8 * 4) + warps * rows * parts * CHUNK * 2)
+            }
             Self::Some { slices, .. } => slices * chunks * 2 * 4 * 32 * 4,
-            Self::Many { rows, outputs, stages, .. } => stages * 2 * GROUP * (outputs + 2 * rows),
+            Self::Many { rows, outputs, stages, .. } => stages * 2 * GROUP * (outputs + parts * rows),
         }
     }
 
@@ -124,83 +149,136 @@ impl Kernel {
 /// Products that are about to be launched.
 #[derive(Debug)]
 pub(super) struct Prepared {
+    ty: GgmlType,
     kernel: Kernel,
     /// Pieces and scales of split activations, for kernels that take them.
     split: Option<[DevicePtr; 2]>,
 }
 
-/// Chooses the kernel for weights that [`fits`] and share the inputs `x`, and splits the activations if it takes them so. `beside`: the
-/// products will be launched beside others that read `x`. `room` has [`bytes`] bytes.
+/// Chooses the kernel for weights of type `ty` and of so many `outputs` each that meet `cols` columns of the rows of `x`, and splits the
+/// activations if it takes them so. `beside`: the products will be launched beside others that read `x`. `room` has [`bytes`] bytes.
+fn prepare_for(
+    d: &CudaDevice,
+    x: &CudaBuffer,
+    (ty, cols, outputs): (GgmlType, usize, &[usize]),
+    beside: bool,
+    room: DevicePtr,
+) -> Prepared {
+    let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
+    let parts = parts(ty).unwrap_or_default();
+    let kernel = Kernel::of(parts, x.rows(), cols, outputs, sms, beside);
+    let any = !outputs.is_empty() && x.rows() > 0;
+    let split = (any && !matches!(kernel, Kernel::Few { .. })).then(|| {
+        let (rows, cols) = (x.rows(), x.width());
+        let scale = room + sizes(parts, rows, cols)[0] as u64;
+        let args = (x.start(), int(cols), int(rows));
+        let all: [&dyn KernelArg; 5] = [&args.0, &args.1, &args.2, &room, &scale];
+        let grid = [dim(cols.div_ceil(CHUNK)), dim(rows.div_ceil(TILE)), 1];
+        d.launch(File::Dense, &format!("dense_split_{ty}"), grid, [512, 1, 1], 0, &all);
+        [room, scale]
+    });
+    Prepared { ty, kernel, split }
+}
+
+/// As [`matmul`] needs it, for the first weights of `group`, of one type. `beside`: they will be launched beside others that read `x`. `room`
+/// has as many bytes as [`bytes`] says for every type in `group`.
 pub(super) fn prepare(
     d: &CudaDevice,
     x: &CudaBuffer,
     group: &[(&CudaWeight, &mut CudaBuffer)],
     beside: bool,
     room: DevicePtr,
-) -> Prepared {
-    let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
-    let outputs: Vec<usize> = group.iter().map(|(w, _)| w.rows).collect();
-    let kernel = Kernel::of(x.rows(), x.width(), &outputs, sms, beside);
-    let any = !group.is_empty() && x.rows() > 0;
-    let split = (any && !matches!(kernel, Kernel::Few { .. })).then(|| split(d, x, room));
-    Prepared { kernel, split }
+) -> Option<Prepared> {
+    let first = group.chunk_by(|a, b| a.0.ty == b.0.ty).next()?;
+    let outputs: Vec<usize> = first.iter().map(|(w, _)| w.rows).collect();
+    Some(prepare_for(d, x, (first[0].0.ty, x.width(), &outputs), beside, room))
 }
 
-/// `outᵢ = x · wᵢᵀ` for what [`prepare`] was told of. `beside`: the launch before this one reads `x` too, or what was made of it, so that
-/// all that it waited for is there.
+/// `outᵢ = x · wᵢᵀ` for weights that [`fits`], of one type after the other, the first of which are [`prepare`]d. `beside`: the launch
+/// before this one reads `x` too, or what was made of it, so that all that it waited for is there.
 pub(super) fn matmul(
     d: &CudaDevice,
     x: &CudaBuffer,
     group: &mut [(&CudaWeight, &mut CudaBuffer)],
-    prepared: &Prepared,
+    prepared: Option<Prepared>,
     beside: bool,
+    room: DevicePtr,
 ) {
-    let (rows, cols) = (x.rows(), x.width());
+    let (mut prepared, mut beside) = (prepared, beside);
+    for alike in group.chunk_by_mut(|a, b| a.0.ty == b.0.ty) {
+        let Some(prepared) = prepared.take().or_else(|| prepare(d, x, alike, false, room)) else { continue };
+        let members: Vec<MemberArg> = alike
+            .iter_mut()
+            .map(|(w, out)| {
+                out.resize(x.rows());
+                let outputs = int(w.rows);
+                MemberArg { weight: w.start(), out: out.start(), outputs, stride: outputs, ..MemberArg::default() }
+            })
+            .collect();
+        launch(d, x, x.width(), &members, &prepared, beside);
+        beside = false;
+    }
+}
+
+/// Whether a weight has these kernels as `groups` blocks on a diagonal: each begins with a whole chunk of the inputs.
+pub(super) fn fits_grouped(w: &CudaWeight, groups: usize) -> bool {
+    fits(w) && (groups == 1 || w.cols.is_multiple_of(CHUNK))
+}
+
+/// Block-diagonal product with a weight that [`fits_grouped`].
+pub(super) fn grouped(d: &CudaDevice, x: &CudaBuffer, w: &CudaWeight, groups: usize, out: &mut CudaBuffer) {
+    out.resize(x.rows());
+    let room = d.scratch().work.at_least(d.context(), bytes(w.ty, x.rows(), x.width()));
+    let rank = w.rows / groups;
+    let prepared = prepare_for(d, x, (w.ty, w.cols, &vec![rank; groups]), false, room);
+    let members: Vec<MemberArg> = (0..groups)
+        .map(|k| MemberArg {
+            weight: w.start() + (k * rank * w.row_bytes) as u64,
+            out: out.start() + (k * rank * 4) as u64,
+            outputs: int(rank),
+            stride: int(w.rows),
+            from: int(k * w.cols),
+            unused: 0,
+        })
+        .collect();
+    launch(d, x, w.cols, &members, &prepared, false);
+}
+
+fn launch(d: &CudaDevice, x: &CudaBuffer, cols: usize, members: &[MemberArg], prepared: &Prepared, beside: bool) {
+    let (ty, kernel, rows) = (prepared.ty, prepared.kernel, x.rows());
+    if rows == 0 {
+        return;
+    }
     let mut beside = i32::from(beside);
-    for part in group.chunks_mut(MOST) {
-        let mut arg = GroupArg { count: int(part.len()), cols: int(cols), ..GroupArg::default() };
-        let mut outputs = Vec::with_capacity(part.len());
-        for (i, (w, out)) in part.iter_mut().enumerate() {
-            out.resize(rows);
-            (arg.all[i], arg.outputs[i]) = ([w.start(), out.start()], int(w.rows));
-            outputs.push(w.rows);
-        }
-        if rows == 0 {
-            continue;
-        }
-        let kernel = prepared.kernel;
-        let ([across, down], shared) = (kernel.blocks(rows, &outputs), kernel.shared(rows, cols.div_ceil(CHUNK)));
+    for part in members.chunks(MOST) {
+        let mut arg =
+            GroupArg { count: int(part.len()), cols: int(cols), width: int(x.width()), ..GroupArg::default() };
+        arg.all[..part.len()].copy_from_slice(part);
+        let outputs: Vec<usize> = part.iter().map(|m| usize::try_from(m.outputs).unwrap_or_default()).collect();
+        let [across, down] = kernel.blocks(rows, &outputs);
+        let shared = kernel.shared(parts(ty).unwrap_or_default(), rows, cols.div_ceil(CHUNK));
         let grid = [dim(across), dim(down), 1];
-        let (from, width, n) = (x.start(), int(cols), int(rows));
+        let (from, n) = (x.start(), int(rows));
         let [pieces, scale] = prepared.split.unwrap_or_default();
         match kernel {
             Kernel::Few { warps, slices } => {
                 let block = [32, dim(warps), dim(slices)];
-                d.launch(File::Dense, "dense_few", grid, block, shared, &[&arg, &from, &width, &n, &beside]);
+                let name = format!("dense_few_{ty}");
+                d.launch(File::Dense, &name, grid, block, shared, &[&arg, &from, &n, &beside]);
             }
             Kernel::Some { warps, slices } => {
                 let block = [32, dim(warps), dim(slices)];
-                d.launch(File::Dense, "dense_some", grid, block, shared, &[&arg, &pieces, &scale, &n, &beside]);
+                let name = format!("dense_some_{ty}");
+                d.launch(File::Dense, &name, grid, block, shared, &[&arg, &pieces, &scale, &n, &beside]);
             }
             Kernel::Many { rows, outputs, threads, .. } => {
-                let name = format!("dense_many_{rows}_{outputs}");
+                let name = format!("dense_many_{ty}_{rows}_{outputs}");
                 d.launch(File::Dense, &name, grid, [threads, 1, 1], shared, &[&arg, &pieces, &scale, &n]);
             }
         }
         // Further launches wait as usual; no model has more than `MOST` weights that meet one input.
         beside = 0;
     }
-}
-
-/// Splits the rows of `x`.
-fn split(d: &CudaDevice, x: &CudaBuffer, pieces: DevicePtr) -> [DevicePtr; 2] {
-    let (rows, cols) = (x.rows(), x.width());
-    let chunks = cols.div_ceil(CHUNK);
-    let scale = pieces + sizes(rows, cols)[0] as u64;
-    let args = (x.start(), int(cols), int(rows));
-    let all: [&dyn KernelArg; 6] = [&args.0, &args.1, &args.1, &args.2, &pieces, &scale];
-    d.launch(File::Dense, "dense_split", [dim(chunks), dim(rows.div_ceil(TILE)), 1], [512, 1, 1], 0, &all);
-    [pieces, scale]
 }
 
 #[cfg(test)]
@@ -210,21 +288,23 @@ mod tests {
 
     #[test]
     fn every_launch_fits_a_block_and_covers_all_outputs() {
-        for cols in [8, 256, 520, 1024, 4096, 16384, 65536] {
-            for rows in [1, 4, 5, 16, 33, 512, 2048] {
-                for outputs in [&[1][..], &[24], &[64, 8192], &[1024, 1024, 256, 256, 64]] {
-                    let kernel = Kernel::of(rows, cols, outputs, 132, rows % 2 == 1);
-                    let shared = dim(kernel.shared(rows, cols.div_ceil(CHUNK)));
-                    assert!(shared <= MAX_SHARED, "{kernel:?}, {cols} columns: {shared} bytes");
-                    let [across, down] = kernel.blocks(rows, outputs);
-                    let (each, high, threads) = match kernel {
-                        Kernel::Few { warps, slices } => (8 * slices, rows, warps * slices * 32),
-                        Kernel::Some { warps, slices } => (16 * slices, TILE, warps * slices * 32),
-                        Kernel::Many { outputs, rows, threads, .. } => (outputs, rows, threads as usize),
-                    };
-                    assert!(threads <= 512 && across * each >= outputs.iter().sum(), "{kernel:?}");
-                    assert!(down * high >= rows && (down - 1) * high < rows, "{kernel:?}: {down} for {rows} rows");
-                    assert!(BLOCK.is_multiple_of(high) || matches!(kernel, Kernel::Few { .. }), "{kernel:?}");
+        for parts in [2, 3] {
+            for cols in [8, 256, 520, 1024, 4096, 16384, 65536] {
+                for rows in [1, 4, 5, 16, 33, 512, 2048] {
+                    for outputs in [&[1][..], &[24], &[64, 8192], &[1024, 1024, 256, 256, 64]] {
+                        let kernel = Kernel::of(parts, rows, cols, outputs, 132, rows % 2 == 1);
+                        let shared = dim(kernel.shared(parts, rows, cols.div_ceil(CHUNK)));
+                        assert!(shared <= MAX_SHARED, "{kernel:?}, {cols} columns: {shared} bytes");
+                        let [across, down] = kernel.blocks(rows, outputs);
+                        let (each, high, threads) = match kernel {
+                            Kernel::Few { warps, slices } => (8 * slices, rows, warps * slices * 32),
+                            Kernel::Some { warps, slices } => (16 * slices, TILE, warps * slices * 32),
+                            Kernel::Many { outputs, rows, threads, .. } => (outputs, rows, threads as usize),
+                        };
+                        assert!(threads <= 512 && across * each >= outputs.iter().sum(), "{kernel:?}");
+                        assert!(down * high >= rows && (down - 1) * high < rows, "{kernel:?}: {down} for {rows} rows");
+                        assert!(BLOCK.is_multiple_of(high) || matches!(kernel, Kernel::Few { .. }), "{kernel:?}");
+                    }
                 }
             }
         }
@@ -232,14 +312,15 @@ mod tests {
 
     #[test]
     fn a_launch_is_chosen_by_how_often_weights_are_read_and_how_many_blocks_there_are() {
-        let of = |rows, outputs: &[usize]| Kernel::of(rows, 4096, outputs, 132, false);
+        let of = |rows, outputs: &[usize]| Kernel::of(2, rows, 4096, outputs, 132, false);
         let group = [1024, 1024, 256, 256, 64];
         assert_eq!(of(1, &[256]), Kernel::Few { warps: 16, slices: 1 });
-        assert_eq!(Kernel::of(1, 4096, &[512, 512], 132, true), Kernel::Few { warps: 16, slices: 1 });
+        assert_eq!(Kernel::of(2, 1, 4096, &[512, 512], 132, true), Kernel::Few { warps: 16, slices: 1 });
         assert_eq!(of(4, &group), Kernel::Few { warps: 8, slices: 1 });
-        assert_eq!(Kernel::of(1, 1024, &[8192], 132, false), Kernel::Few { warps: 4, slices: 2 });
+        assert_eq!(Kernel::of(3, 2, 4096, &group, 132, false), Kernel::Few { warps: 8, slices: 1 });
+        assert_eq!(Kernel::of(2, 1, 1024, &[8192], 132, false), Kernel::Few { warps: 4, slices: 2 });
         assert!(
-            !matches!(Kernel::of(1, 16384, &[24], 132, false), Kernel::Few { .. }),
+            !matches!(Kernel::of(2, 1, 16384, &[24], 132, false), Kernel::Few { .. }),
             "more than a block has room for"
         );
         assert_eq!([of(5, &[512, 512]), of(512, &[256])], [16, 8].map(|warps| Kernel::Some { warps, slices: 1 }));
@@ -252,8 +333,8 @@ mod tests {
     }
 
     #[test]
-    fn only_whole_pieces_of_halves_have_these_kernels() {
-        assert!(has_kernel(GgmlType::F16, 4096) && has_kernel(GgmlType::F16, 8));
-        assert!(!has_kernel(GgmlType::F16, 12) && !has_kernel(GgmlType::BF16, 256) && !has_kernel(GgmlType::F32, 256));
+    fn only_whole_pieces_of_two_byte_types_have_these_kernels() {
+        assert!(has_kernel(GgmlType::F16, 4096) && has_kernel(GgmlType::F16, 8) && has_kernel(GgmlType::BF16, 256));
+        assert!(!has_kernel(GgmlType::F16, 12) && !has_kernel(GgmlType::BF16, 4) && !has_kernel(GgmlType::F32, 256));
     }
 }

@@ -9,6 +9,7 @@ use super::driver::{KernelArg, Memory, vmm::DevicePtr};
 use super::fatal::OrFatal;
 use super::indexer::CudaSelection;
 use super::kernels::{File, dim, int, long, threads};
+use super::products;
 use super::quantized::{self, SUPERBLOCK};
 use super::step::CudaStep;
 use super::weight::CudaWeight;
@@ -167,6 +168,9 @@ impl SparseOps for CudaDevice {
 
     fn grouped_matmul(&self, x: &CudaBuffer, w: &CudaWeight, groups: usize, out: &mut CudaBuffer) {
         assert!(x.width() == groups * w.cols && out.width() == w.rows, "{}: grouped shape", w.name);
+        if products::fits_grouped(w, groups) {
+            return products::grouped(self, x, w, groups, out);
+        }
         if !w.is_tiled() {
             return matmul(self, x, w, groups, out);
         }

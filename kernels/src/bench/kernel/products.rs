@@ -144,7 +144,7 @@ pub(super) fn dense<D: Timed>(b: &Bench<'_, D>) -> Result<Vec<Line>, DeviceError
 }
 
 pub(super) fn grouped<D: Timed>(b: &Bench<'_, D>) -> Result<Vec<Line>, DeviceError> {
-    all(b, &[("output_a", GgmlType::Q8_0, 8192, 4096, 8), ("output_a", GgmlType::F16, 8192, 4096, 8)])
+    all(b, &[GgmlType::Q8_0, GgmlType::F16, GgmlType::BF16].map(|ty| ("output_a", ty, 8192, 4096, 8)))
 }
 
 /// What the check says of a product with one wrong output.
