@@ -35,6 +35,11 @@ pub fn pageable() -> bool {
     number("FAKE_CUDA_PAGEABLE", 0) == 1
 }
 
+/// Number of the copy to the device that arrives wrong, from 1 on.
+pub fn flipped() -> u64 {
+    u64::try_from(number("FAKE_CUDA_FLIP", 0)).unwrap_or(0)
+}
+
 /// The file that calls are written to.
 pub fn log() -> Option<fs::File> {
     let path = std::env::var_os("FAKE_CUDA_LOG")?;

@@ -7,8 +7,8 @@
 //! * copies run as late as allowed, when somebody waits for them: a buffer that is reused too early corrupts data;
 //! * host memory that is not page-locked, ranges that are not mapped or not accessible, memory that was imported and is
 //!   exported again, and calls without a current context are errors;
-//! * kernels do nothing, but a launch is refused that does not fit the kernel as it was compiled (parameters are what its
-//!   image says, see [`image`]); what a real stream cannot do while it is recorded is an error.
+//! * kernels do nothing, those of a load excepted ([`kernels`]); but a launch is refused that does not fit the kernel as it was
+//!   compiled (its parameters are what its image says, see [`image`]); what a real stream cannot do while it is recorded is an error.
 //!
 //! Environment:
 //!
@@ -23,6 +23,7 @@
 //! | `FAKE_CUDA_FAIL` | `function:n:code,…`: the n-th call of a function in a process fails; 700 and above stay |
 //! | `FAKE_CUDA_COPY_US` | every copy takes at least this many microseconds |
 //! | `FAKE_CUDA_PAGEABLE` | 1: copies from and to memory that is not page-locked happen at once, as the real driver does them |
+//! | `FAKE_CUDA_FLIP` | the n-th copy to the device of a process arrives with one bit wrong |
 //! | `FAKE_CUDA_LOG` | a file that gets a line for every call: its name, and what [`State::said`] says of it |
 #![allow(unsafe_code, reason = "a C interface that trades in raw pointers")]
 #![allow(non_snake_case, reason = "the driver's names")]
@@ -31,6 +32,7 @@
 mod card;
 mod graphs;
 mod image;
+mod kernels;
 mod memory;
 mod modules;
 mod streams;

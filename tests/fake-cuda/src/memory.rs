@@ -5,7 +5,7 @@ use std::ffi::{CString, c_int, c_void};
 use std::ops::Range;
 use std::ptr::null_mut;
 
-use crate::{Code, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY, card};
+use crate::{Code, ILLEGAL_ADDRESS, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY, card};
 
 pub const GRANULARITY: usize = 2 << 20;
 /// CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.
@@ -282,6 +282,21 @@ impl Memory {
         let found = self.covering(at, len)?;
         let allowed = found.iter().all(|s| self.mapped.get(s).is_some_and(|m| m.access & wanted == wanted));
         if allowed { Ok(()) } else { Err(INVALID_VALUE) }
+    }
+
+    /// Bytes of the device that may be read, as a stream reads them.
+    pub fn bytes(&self, at: u64, len: usize) -> Result<&[u8], Code> {
+        self.check_access(at, len, false).map_err(|_| ILLEGAL_ADDRESS)?;
+        // SAFETY: the range is mapped by this fake, which is behind a lock: nobody changes it meanwhile. No bytes may be anywhere.
+        Ok(if len == 0 { &[] } else { unsafe { std::slice::from_raw_parts(address(at).cast::<u8>(), len) } })
+    }
+
+    /// Writes to the device as a stream does.
+    pub fn write(&self, at: u64, bytes: &[u8]) -> Result<(), Code> {
+        self.check_access(at, bytes.len(), true).map_err(|_| ILLEGAL_ADDRESS)?;
+        // SAFETY: the range is mapped by this fake and writable.
+        unsafe { address(at).cast::<u8>().copy_from(bytes.as_ptr(), bytes.len()) };
+        Ok(())
     }
 
     pub fn pin(&mut self, size: usize) -> Result<*mut c_void, Code> {

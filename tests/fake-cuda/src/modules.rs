@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use crate::image::{self, Kernel};
+use crate::kernels::Work;
 use crate::streams::Op;
 use crate::{Code, INVALID_HANDLE, INVALID_VALUE, call, put};
 
@@ -155,13 +156,18 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
         let function = state.modules.function(function)?;
         launch.check(function)?;
         let name = function.kernel.name.clone();
-        for i in 0..function.kernel.params.len() {
+        let mut args = Vec::new();
+        for (i, (_, size)) in function.kernel.params.iter().enumerate() {
             // SAFETY: the caller passes as many pointers as the kernel has parameters.
-            if params.is_null() || unsafe { params.add(i).read() }.is_null() {
+            let arg = if params.is_null() { std::ptr::null() } else { unsafe { params.add(i).read() } };
+            if arg.is_null() {
                 return Err(INVALID_VALUE);
             }
+            // SAFETY: each of them leads to an argument of the parameter's size.
+            args.push(unsafe { std::slice::from_raw_parts(arg.cast::<u8>(), *size) }.to_vec());
         }
+        let work = Work::of(&name, &args)?;
         state.say(name);
-        state.streams.push(launch.stream, Op::Kernel)
+        state.streams.push(launch.stream, Op::Kernel(work))
     })
 }

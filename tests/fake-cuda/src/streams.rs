@@ -2,8 +2,10 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::kernels::Work;
 use crate::memory::Memory;
 use crate::{CAPTURE_UNSUPPORTED, Code, ILLEGAL_ADDRESS, INVALID_HANDLE, card};
 
@@ -29,8 +31,8 @@ pub enum Op {
         value: u8,
         len: usize,
     },
-    /// What it would compute is not there.
-    Kernel,
+    /// Most compute nothing.
+    Kernel(Option<Work>),
 }
 
 #[derive(Default)]
@@ -64,32 +66,27 @@ impl Op {
 
     /// As it runs, from or to whatever memory of the host.
     pub fn run_pageable(&self, memory: &Memory) -> Result<(), Code> {
-        let fatal = |_| ILLEGAL_ADDRESS;
-        let host = |at: u64| usize::try_from(at).map_err(|_| ILLEGAL_ADDRESS);
         match *self {
             Self::Upload { to, from, len } => {
-                memory.check_access(to, len, true).map_err(fatal)?;
-                // SAFETY: the device's range was just checked to be mapped by this fake; the host's was checked, or is what the
-                // caller of the driver's function promises.
-                unsafe { pointer::<u8>(host(to)?).copy_from_nonoverlapping(pointer::<u8>(from), len) };
+                // SAFETY: page-locked memory of this fake, or what the caller of the driver's function promises.
+                let source = unsafe { std::slice::from_raw_parts(pointer::<u8>(from), len) };
+                memory.write(to, source)?;
+                static UPLOADS: AtomicU64 = AtomicU64::new(0);
+                if UPLOADS.fetch_add(1, Ordering::Relaxed) + 1 == card::flipped() {
+                    memory.write(to, &[source[0] ^ 16])?;
+                }
             }
             Self::Download { to, from, len } => {
-                memory.check_access(from, len, false).map_err(fatal)?;
+                let source = memory.bytes(from, len)?;
                 // SAFETY: as above.
-                unsafe { pointer::<u8>(to).copy_from_nonoverlapping(pointer::<u8>(host(from)?), len) };
+                unsafe { pointer::<u8>(to).copy_from_nonoverlapping(source.as_ptr(), len) };
             }
             Self::Copy { to, from, len } => {
-                memory.check_access(from, len, false).map_err(fatal)?;
-                memory.check_access(to, len, true).map_err(fatal)?;
-                // SAFETY: both ranges were just checked to be mapped by this fake.
-                unsafe { pointer::<u8>(host(to)?).copy_from(pointer::<u8>(host(from)?), len) };
+                let source = memory.bytes(from, len)?.to_vec();
+                memory.write(to, &source)?;
             }
-            Self::Fill { to, value, len } => {
-                memory.check_access(to, len, true).map_err(fatal)?;
-                // SAFETY: the range was just checked to be mapped by this fake.
-                unsafe { pointer::<u8>(host(to)?).write_bytes(value, len) };
-            }
-            Self::Kernel => return Ok(()),
+            Self::Fill { to, value, len } => memory.write(to, &vec![value; len])?,
+            Self::Kernel(work) => return work.map_or(Ok(()), |w| w.run(memory)),
         }
         match card::copy_us() {
             0 => {}
@@ -101,7 +98,7 @@ impl Op {
     fn host(&self) -> Option<Range<usize>> {
         match *self {
             Self::Upload { from: at, len, .. } | Self::Download { to: at, len, .. } => Some(at..at + len),
-            Self::Copy { .. } | Self::Fill { .. } | Self::Kernel => None,
+            Self::Copy { .. } | Self::Fill { .. } | Self::Kernel(_) => None,
         }
     }
 }
