@@ -123,6 +123,11 @@ pub struct ApiConfig {
     pub max_body_total: usize,
     /// Deepest nesting of a JSON body.
     pub max_json_depth: usize,
+    /// Long bodies that are parsed at the same time; more wait, and leave with their clients. Cores are the engine's first.
+    pub max_parsing: usize,
+    /// Bodies parsed at the same time that ask for a grammar, which may take a second each; beside the others, so that these wait for
+    /// none of them.
+    pub max_grammars: usize,
     /// Connections served at the same time; more wait in the listen queue.
     pub max_connections: usize,
     /// A connection that has not sent a whole request head this long after it was opened (or after its last response)
@@ -142,7 +147,10 @@ pub struct ApiConfig {
 
 impl Default for ApiConfig {
     fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Self {
+            max_parsing: cores.div_ceil(2),
+            max_grammars: cores.div_ceil(8),
             max_body: 64 << 20,
             max_body_total: 256 << 20,
             max_json_depth: 64,

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 
 pub mod backend;
 pub mod body;
@@ -54,6 +54,8 @@ pub struct Api {
     config: ApiConfig,
     metrics: Arc<metrics::Metrics>,
     budget: body::Budget,
+    parsing: Arc<Semaphore>,
+    grammars: Arc<Semaphore>,
     phase: watch::Sender<Phase>,
     /// Accepted requests that are not the engine's yet.
     entering: watch::Sender<usize>,
@@ -74,6 +76,8 @@ impl Api {
         Arc::new(Self {
             metrics: Arc::new(metrics::Metrics::new(Arc::clone(&backend))),
             budget: body::Budget::new(config.max_body_total),
+            parsing: Arc::new(Semaphore::new(config.max_parsing)),
+            grammars: Arc::new(Semaphore::new(config.max_grammars)),
             phase: watch::Sender::new(Phase::Ready),
             entering: watch::Sender::new(0),
             backend,

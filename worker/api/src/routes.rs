@@ -106,10 +106,19 @@ async fn prepare(api: &Arc<Api>, request: Request<Body>, parse: Parse) -> Result
         api.enter().map_err(|phase| if phase == Phase::Starting { starting() } else { ApiError::draining() })?;
     let received = receive(request, &api.config, &api.budget).await?;
     let (depth, backend) = (api.config.max_json_depth, Arc::clone(&api.backend));
-    if !may_take_long(&received.bytes) {
-        return Ok((parse(&received.bytes, depth, &backend)?, entering));
-    }
-    let parsed = tokio::task::spawn_blocking(move || parse(&received.bytes, depth, &backend)).await;
+    let lane = match effort(&received.bytes) {
+        Effort::Little => return Ok((parse(&received.bytes, depth, &backend)?, entering)),
+        Effort::Much => &api.parsing,
+        Effort::Grammar => &api.grammars,
+    };
+    let turn = Arc::clone(lane).acquire_owned().await;
+    let parsed = tokio::task::spawn_blocking(move || {
+        let job = parse(&received.bytes, depth, &backend);
+        // Held to the end, whether or not the client is still there: a thread cannot be called back.
+        drop(turn);
+        job
+    })
+    .await;
     let job = parsed.unwrap_or_else(|e| {
         tracing::error!("parsing a request failed: {e}");
         Err(ApiError::internal("the request could not be processed; see the worker's log"))
@@ -117,10 +126,38 @@ async fn prepare(api: &Arc<Api>, request: Request<Body>, parse: Parse) -> Result
     Ok((job, entering))
 }
 
-/// Whether a body has much to tokenise, or asks for a grammar: the first one of all takes 0.4 s to make (DeepSeek V4's vocabulary).
-fn may_take_long(body: &[u8]) -> bool {
-    let mentions = |word: &[u8]| body.windows(word.len()).any(|w| w == word);
-    body.len() > INLINE || mentions(b"\"response_format\"") || mentions(b"\"strict\"")
+/// What it takes to parse a body.
+#[derive(Debug, PartialEq)]
+enum Effort {
+    /// A few milliseconds at most.
+    Little,
+    /// There is much to tokenise, or it is not plain what is asked for.
+    Much,
+    /// A grammar has to be made: up to a second, and for the first one of all 0.4 s more (DeepSeek V4's vocabulary).
+    Grammar,
+}
+
+/// Judged by the bytes alone.
+fn effort(body: &[u8]) -> Effort {
+    let after = |word: &'static [u8]| {
+        body.windows(word.len())
+            .enumerate()
+            .filter(move |(_, w)| *w == word)
+            .map(move |(at, _)| &body[at + word.len()..])
+    };
+    // Of Codex's tools each has `"strict": false`.
+    let is_true = |rest: &[u8]| {
+        let rest = rest.trim_ascii_start();
+        rest.strip_prefix(b":").is_some_and(|value| value.trim_ascii_start().starts_with(b"true"))
+    };
+    if after(b"\"response_format\"").next().is_some() || after(b"\"strict\"").any(is_true) {
+        Effort::Grammar
+    } else if body.len() > INLINE || after(b"\\u").next().is_some() {
+        // An escape may be a letter of these words.
+        Effort::Much
+    } else {
+        Effort::Little
+    }
 }
 
 fn starting() -> ApiError {
@@ -261,4 +298,25 @@ fn ok(value: &Value) -> Response {
     let mut response = Response::new(Body::from(value.to_string()));
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     response
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_effort_of_a_body_is_seen_in_its_bytes() {
+        for (body, expected) in [
+            (r#"{"messages":[]}"#, Effort::Little),
+            (r#"{"tools":[{"function":{"strict" : false}}]}"#, Effort::Little),
+            ("{\"tools\":[{\"function\":{\"strict\" :\n true}}]}", Effort::Grammar),
+            (r#"{"tools":[{"strict":false},{"strict":true}]}"#, Effort::Grammar),
+            (r#"{"response_format":{}}"#, Effort::Grammar),
+            (r#"{"messages":[{"content":"\"strict\": true, \"response_format\""}]}"#, Effort::Little),
+            (r#"{"r\u0065sponse_format":{}}"#, Effort::Much),
+        ] {
+            assert_eq!(effort(body.as_bytes()), expected, "{body}");
+        }
+        assert_eq!(effort(&[b' '; INLINE + 1]), Effort::Much);
+    }
 }

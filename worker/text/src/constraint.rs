@@ -5,15 +5,16 @@
 //! permitted token, and for one without top-k, top-p and min-p a draw from the permitted ones in proportion to their probabilities:
 //! what is drawn first and refused is drawn again among them, which changes no ratio.
 
+use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use llguidance::api::TopLevelGrammar;
 use llguidance::toktrie::{ApproximateTokEnv, TokEnv, TokRxInfo, TokTrie};
 use llguidance::{Matcher, ParserFactory};
 use serde_json::{Value, json};
 
-use crate::schema::fit;
+use crate::schema::{few_parts, fit, parts};
 use crate::tokenizer::Tokenizer;
 
 /// White space between the tokens of JSON: a space, or a line break and indentation. With any white space at all, the starter
@@ -22,11 +23,25 @@ const WHITE_SPACE: &str = r"\x20|\x0A(?:\x20{0,48}|\x09{0,12})";
 
 /// Most bytes of a grammar's text, schemas included.
 const MAX_GRAMMAR: usize = 1 << 20;
+/// Grammars that are kept, as agents send the same tools with every request.
+const KEPT: usize = 4;
+/// Most bytes of text of one that is kept: 24 tools of an editing agent have 50 KiB, and take 1 ms instead of 20.
+const MAX_KEPT: usize = 128 << 10;
 /// Most characters of what a client is told of a fault.
 const MAX_WHY: usize = 400;
 
+/// Stack for what makes a grammar: it follows a chain of definitions by recursion, and 750 of them need more than 2 MiB.
+const STACK: usize = 64 << 20;
+
 /// What the grammar's library says when one of its limits is reached, and when it breaks on numbers beyond them.
-const TOO_COMPLEX: [&str; 4] = ["panic: ", "Current row has", "fuel exhausted", "too many states"];
+const TOO_COMPLEX: [&str; 6] = [
+    "panic: ",
+    "Current row has",
+    "fuel exhausted",
+    "too many states",
+    "schema too large",
+    "Unable to determine if regex is empty",
+];
 
 /// Why an answer cannot be held to something.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -47,6 +62,11 @@ impl ConstraintError {
                     .into(),
             );
         }
+        if let Some((_, at)) =
+            text.split_once("Only absolute $ref's (#/...) are supported without 'referencing' feature; ref ")
+        {
+            return Self(format!("`$ref` {at} is no part of this schema, and others are not fetched by this server"));
+        }
         // It may quote the client's schema, of any length.
         let mut shown: String = text.chars().take(MAX_WHY).collect();
         if shown.len() < text.len() {
@@ -62,6 +82,8 @@ pub(crate) struct Grammars {
     eog: Arc<[u32]>,
     /// Number of tokens.
     count: u32,
+    /// The latest grammars with their texts, the latest one last.
+    kept: Mutex<VecDeque<(String, Constraint)>>,
 }
 
 impl fmt::Debug for Grammars {
@@ -93,7 +115,7 @@ impl Grammars {
         factory.quiet();
         // An error goes to a client: it names the fault, and not the parser's state.
         factory.limits_mut().verbose_errors = false;
-        Ok(Self { factory, eog, count })
+        Ok(Self { factory, eog, count, kept: Mutex::default() })
     }
 
     fn constraint(&self, grammar: TopLevelGrammar) -> Result<Constraint, ConstraintError> {
@@ -108,18 +130,55 @@ impl Grammars {
         Ok(Constraint { matcher, eog: Arc::clone(&self.eog), count: self.count })
     }
 
+    /// The constraint of a grammar of this text, which may be there already.
+    fn kept(&self, text: String, grammar: impl FnOnce() -> TopLevelGrammar) -> Result<Constraint, ConstraintError> {
+        fits(text.len())?;
+        // A thread that panicked here left a whole list.
+        let kept = || self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = {
+            let mut kept = kept();
+            let at = kept.iter().position(|(known, _)| *known == text);
+            at.and_then(|at| kept.remove(at)).inspect(|found| kept.push_back(found.clone()))
+        };
+        if let Some((_, constraint)) = known {
+            return Ok(constraint);
+        }
+        let constraint = self.constraint(grammar())?;
+        if text.len() <= MAX_KEPT {
+            let mut kept = kept();
+            if kept.len() == KEPT {
+                kept.pop_front();
+            }
+            kept.push_back((text, constraint.clone()));
+        }
+        Ok(constraint)
+    }
+
     /// An answer that is JSON after this schema.
     pub(crate) fn schema(&self, schema: &Value) -> Result<Constraint, ConstraintError> {
         let schema = with_options(schema)?;
-        fits(schema.to_string().len())?;
-        self.constraint(TopLevelGrammar::from_json_schema(schema))
+        few_parts(parts(&schema))?;
+        self.kept(schema.to_string(), || TopLevelGrammar::from_json_schema(schema))
     }
 
     /// An answer after a grammar in llguidance's variant of Lark.
     pub(crate) fn lark(&self, grammar: String) -> Result<Constraint, ConstraintError> {
-        fits(grammar.len())?;
-        self.constraint(TopLevelGrammar::from_lark(grammar))
+        self.kept(grammar.clone(), || TopLevelGrammar::from_lark(grammar))
     }
+}
+
+/// Runs what makes a grammar on a stack of its own.
+///
+/// # Errors
+/// Those of `make`, and that there is no thread for it.
+pub(crate) fn deep<T: Send, E: Send + From<ConstraintError>>(
+    make: impl FnOnce() -> Result<T, E> + Send,
+) -> Result<T, E> {
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("grammar".into()).stack_size(STACK).spawn_scoped(scope, make);
+        let thread = thread.map_err(|e| ConstraintError(format!("no thread could be started for it: {e}")))?;
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 /// Whether a grammar of this many bytes is made at all.
@@ -220,9 +279,9 @@ pub struct Unenforceable {
     pub why: String,
 }
 
-impl Unenforceable {
+impl From<ConstraintError> for Unenforceable {
     /// Of the answer's own schema.
-    pub(crate) fn answer(e: ConstraintError) -> Self {
+    fn from(e: ConstraintError) -> Self {
         Self { tool: None, why: e.0 }
     }
 }
@@ -234,7 +293,7 @@ mod tests {
     use crate::test_support::starter_tokenizer;
 
     fn refusal(schema: &Value) -> String {
-        starter_tokenizer().grammars().and_then(|g| g.schema(schema)).map(|_| ()).unwrap_err().0
+        deep(|| starter_tokenizer().grammars().and_then(|g| g.schema(schema)).map(|_| ())).unwrap_err().0
     }
 
     #[test]
@@ -251,8 +310,7 @@ mod tests {
     #[test]
     fn a_limit_met_in_the_middle_of_an_answer_is_told_as_one() {
         let tokenizer = starter_tokenizer();
-        let number = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
-        let many: serde_json::Map<_, _> = (0..2000).map(|i| (format!("p{i}"), number.clone())).collect();
+        let many: serde_json::Map<_, _> = (0..1900).map(|i| (format!("p{i}"), json!({"type": "object"}))).collect();
         let schema = json!({"type": "object", "properties": many, "additionalProperties": false});
         let mut held = tokenizer.grammars().and_then(|g| g.schema(&schema)).unwrap();
         let mut logits = vec![0.0; tokenizer.vocab_size()];
@@ -267,7 +325,61 @@ mod tests {
     #[test]
     fn schemas_that_would_take_minutes_or_gigabytes_are_refused_at_once() {
         let patterns: Vec<Value> = (0..20).map(|i| json!({"type": "string", "pattern": format!(".*{i}.*")})).collect();
-        assert!(refusal(&json!({"allOf": patterns})).contains("16 patterns"));
+        assert!(refusal(&json!({"allOf": patterns})).contains("8 patterns"));
+        assert_eq!(refusal(&json!({"allOf": patterns[..8]})), "it is too complex for this server");
         assert!(refusal(&json!({"const": "c".repeat(MAX_GRAMMAR)})).contains("too large"));
+    }
+
+    #[test]
+    fn schemas_that_would_overflow_a_thread_s_stack_are_refused_and_smaller_ones_do_not() {
+        let strings = |n: usize| -> serde_json::Map<_, _> {
+            (0..n).map(|i| (format!("p{i}"), json!({"type": "string"}))).collect()
+        };
+        let required = |n: usize| json!({"properties": strings(n), "required": strings(n).keys().collect::<Vec<_>>()});
+        let chain = |n: usize| {
+            let next = |i: usize| {
+                (format!("d{i}"), json!({"items": {"$ref": format!("#/$defs/d{}", i + 1)}, "type": "array"}))
+            };
+            let defs: serde_json::Map<_, _> = (0..n).map(next).chain([(format!("d{n}"), json!(true))]).collect();
+            json!({"$ref": "#/$defs/d0", "$defs": defs})
+        };
+        let tuple = |n: usize| json!({"type": "array", "prefixItems": vec![json!({"type": "integer"}); n]});
+        let either = |n: usize| json!({"anyOf": (0..n).map(|i| json!({"const": i})).collect::<Vec<_>>()});
+        let unlisted = |n: usize| json!({"required": strings(n).keys().collect::<Vec<_>>()});
+        let matched = |n: usize| {
+            let patterns: serde_json::Map<_, _> = (0..n).map(|i| (format!("^{i}x"), json!(true))).collect();
+            json!({"patternProperties": patterns})
+        };
+        let optional = |n: usize| json!({"properties": strings(n), "type": "object"});
+        for (most, of) in [
+            (1999, &required as &dyn Fn(usize) -> Value),
+            (999, &chain),
+            (1999, &tuple),
+            (1999, &either),
+            (1999, &optional),
+            (1999, &unlisted),
+            (44, &matched),
+        ] {
+            let schema = of(most);
+            deep(|| starter_tokenizer().grammars().and_then(|g| g.schema(&schema))).unwrap();
+            for n in [most + 1, 9_000] {
+                assert!(refusal(&of(n)).contains("more than 2000"), "{n}: {}", refusal(&of(n)));
+            }
+        }
+    }
+
+    #[test]
+    fn a_grammar_that_is_kept_begins_anew() {
+        let tokenizer = starter_tokenizer();
+        let schema = |i: usize| json!({"const": format!("kept {i}")});
+        for i in (0..2 * KEPT).chain(0..2 * KEPT).flat_map(|i| [i, i]) {
+            let mut held = tokenizer.grammars().and_then(|g| g.schema(&schema(i))).unwrap();
+            for token in tokenizer.encode(&format!("\"kept {i}\""), Specials::Plain) {
+                assert_eq!(held.permits(token), Ok(true), "{i}");
+                held.take(token);
+            }
+            assert!(held.complete());
+        }
+        assert!(tokenizer.grammars().unwrap().kept.lock().unwrap().len() <= KEPT);
     }
 }

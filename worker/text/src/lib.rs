@@ -29,6 +29,7 @@ mod constraint;
 pub mod deepseek_v4;
 mod error;
 mod pre_tokenizer;
+mod refs;
 mod schema;
 mod stop;
 mod stream;

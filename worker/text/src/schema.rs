@@ -1,23 +1,30 @@
 //! What of a JSON schema the grammar's library gets wrong or cannot bound, looked for before a grammar is made.
 //!
 //! It computes with doubles, takes a member that is written twice for two, needs time exponential in the number of patterns that
-//! one string must all match, and a state for each remainder of a `multipleOf`.
+//! one string must all match, quadratic in the number of an object's optional properties, a state for each remainder of a
+//! `multipleOf`, and stack for each member of a list: 10,000 required properties end the process.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Number, Value, json};
 
 use crate::constraint::ConstraintError;
+use crate::refs;
 
 /// Up to here all integers are doubles.
 const MOST: i64 = 1 << 53;
-/// Most patterns and formats of one string: 16 take 2 s on a busy core, 20 more than a minute.
-const MOST_PATTERNS: usize = 16;
+/// Most patterns and formats of one string: 8 take 1 ms, 12 take 16, 16 take 2 s, 20 more than a minute.
+const MOST_PATTERNS: usize = 8;
+/// Most schemas inside of one request's, each `$ref`'s counted once: 2,000 ranges of integers take 0.5 s (1.2 as an object's optional
+/// properties) and 2,000 optional strings 0.3 s, and both grow with the square.
+const MOST_PARTS: usize = 2000;
 /// Greatest least common multiple of a schema's `multipleOf`s, in units of their last decimal: one of 1,000,003 takes 8 s for an answer of 60
 /// tokens and 100 MB or more.
 const MOST_REMAINDERS: u64 = 100_000;
 /// Keywords whose values are schemas by names of the client's own.
 const BY_NAME: [&str; 5] = ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"];
+/// Those of them that hold nothing to follow unless it is referred to.
+pub(crate) const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 /// Keywords whose values are no schemas.
 const VALUES: [&str; 5] = ["const", "enum", "default", "examples", "x-guidance"];
 
@@ -27,15 +34,17 @@ const VALUES: [&str; 5] = ["const", "enum", "default", "examples", "x-guidance"]
 /// A keyword that would not be enforced, or not in bounded time.
 pub(crate) fn fit(schema: &Value) -> Result<Value, ConstraintError> {
     let mut fitted = schema.clone();
+    refs::resolve(&mut fitted)?;
+    few_parts(parts(&fitted))?;
     narrow(&mut fitted)?;
-    let mut patterns = Patterns { root: schema, of_refs: HashMap::new() };
-    if patterns.of(schema) > MOST_PATTERNS {
+    let mut patterns = Patterns { root: &fitted, of_refs: HashMap::new() };
+    if patterns.of(&fitted) > MOST_PATTERNS {
         return refused(format!(
             "more than {MOST_PATTERNS} patterns and formats for one value are not enforced on this server"
         ));
     }
     let mut multiples = Vec::new();
-    collect_multiples(schema, &mut multiples);
+    collect_multiples(&fitted, &mut multiples);
     if common_multiple(&multiples).is_none_or(|common| common > MOST_REMAINDERS) {
         return refused(format!(
             "`multipleOf`s whose least common multiple is beyond {MOST_REMAINDERS} (counted in their last decimal) are not \
@@ -43,6 +52,39 @@ pub(crate) fn fit(schema: &Value) -> Result<Value, ConstraintError> {
         ));
     }
     Ok(fitted)
+}
+
+/// Counts the schemas that a value could have to follow, with `schema` itself, and what else takes as long: names that are `required`
+/// only (100,000 of them took 90 s), and pairs of `patternProperties`, each of which is shown to have no name in common.
+pub(crate) fn parts(schema: &Value) -> usize {
+    let (mut seen, mut open, mut count) = (HashSet::new(), vec![schema], 0);
+    // Not by recursion: one definition may refer to the next a thousand times.
+    while let Some(part) = open.pop() {
+        let len = |key| {
+            part.get(key)
+                .map_or(0, |list: &Value| list.as_array().map_or(0, Vec::len).max(list.as_object().map_or(0, Map::len)))
+        };
+        count += 1 + len("required").saturating_sub(len("properties")) + len("patternProperties").saturating_pow(2);
+        let to_follow = |(key, s): &(&str, &Value)| !DEFINITIONS.contains(key) && (s.is_object() || s.is_boolean());
+        open.extend(inside(part).filter(to_follow).map(|(_, s)| s));
+        if let Some(at) = part.get("$ref").and_then(Value::as_str)
+            && seen.insert(at)
+        {
+            open.extend(at.strip_prefix('#').and_then(|at| schema.pointer(at)));
+        }
+    }
+    count
+}
+
+/// # Errors
+/// A request has too many schemas.
+pub(crate) fn few_parts(parts: usize) -> Result<(), ConstraintError> {
+    if parts <= MOST_PARTS {
+        return Ok(());
+    }
+    refused(format!(
+        "more than {MOST_PARTS} properties and other parts of one request's schemas are not enforced on this server"
+    ))
 }
 
 fn collect_multiples<'a>(schema: &'a Value, found: &mut Vec<&'a Number>) {
@@ -72,12 +114,12 @@ fn common_multiple(numbers: &[&Number]) -> Option<u64> {
     })
 }
 
-fn refused<T>(why: String) -> Result<T, ConstraintError> {
-    Err(ConstraintError(why))
+pub(crate) fn refused<T>(why: impl Into<String>) -> Result<T, ConstraintError> {
+    Err(ConstraintError(why.into()))
 }
 
 /// The schemas directly inside of this one, with the keyword that they are of.
-fn inside(schema: &Value) -> impl Iterator<Item = (&str, &Value)> {
+pub(crate) fn inside(schema: &Value) -> impl Iterator<Item = (&str, &Value)> {
     schema.as_object().into_iter().flatten().filter(|(key, _)| !VALUES.contains(&key.as_str())).flat_map(
         |(key, value)| {
             let (by_name, listed) = match value {
@@ -96,21 +138,33 @@ fn inside(schema: &Value) -> impl Iterator<Item = (&str, &Value)> {
     )
 }
 
+/// [`inside`], to be changed.
+pub(crate) fn inside_mut(schema: &mut Map<String, Value>) -> impl Iterator<Item = &mut Value> {
+    let mut parts = Vec::new();
+    for (key, value) in schema.iter_mut().filter(|(key, _)| !VALUES.contains(&key.as_str())) {
+        if value.is_object() && BY_NAME.contains(&key.as_str()) {
+            parts.extend(value.as_object_mut().into_iter().flat_map(Map::values_mut));
+        } else if value.is_array() {
+            parts.extend(value.as_array_mut().into_iter().flatten());
+        } else {
+            parts.push(value);
+        }
+    }
+    parts.into_iter()
+}
+
 fn narrow(schema: &mut Value) -> Result<(), ConstraintError> {
     let Value::Object(object) = schema else { return Ok(()) };
     repeated_members(object)?;
     for (key, value) in object.iter_mut() {
-        match (key.as_str(), value) {
-            (key @ ("const" | "enum"), value) => exact(key, value)?,
-            (key @ ("minimum" | "exclusiveMinimum"), value) => bound(key, value, -1)?,
-            (key @ ("maximum" | "exclusiveMaximum"), value) => bound(key, value, 1)?,
-            (key, _) if VALUES.contains(&key) => {}
-            (key, Value::Object(named)) if BY_NAME.contains(&key) => named.values_mut().try_for_each(narrow)?,
-            (_, Value::Array(list)) => list.iter_mut().try_for_each(narrow)?,
-            (_, value) => narrow(value)?,
+        match key.as_str() {
+            "const" | "enum" => exact(key, value)?,
+            "minimum" | "exclusiveMinimum" => bound(key, value, -1)?,
+            "maximum" | "exclusiveMaximum" => bound(key, value, 1)?,
+            _ => {}
         }
     }
-    Ok(())
+    inside_mut(object).try_for_each(narrow)
 }
 
 /// Members with names that are not listed may be written twice: then they are one, and too few.
@@ -247,8 +301,8 @@ mod tests {
         let wraps: [fn(Value) -> Value; 3] =
             [|s| s, |s| json!({"properties": {"a": s}}), |s| json!({"anyOf": [s, {"format": "date"}]})];
         for wrap in wraps {
-            assert!(fit(&of(16, wrap)).is_ok());
-            assert!(fit(&of(17, wrap)).is_err());
+            assert!(fit(&of(MOST_PATTERNS, wrap)).is_ok());
+            assert!(fit(&of(MOST_PATTERNS + 1, wrap)).is_err());
         }
         // Each refers to the one before it twice.
         let mut defs = Map::from_iter([("d0".to_owned(), pattern(0))]);

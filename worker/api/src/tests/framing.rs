@@ -135,6 +135,34 @@ async fn s4_large_bodies_share_a_budget() {
 }
 
 #[tokio::test]
+async fn s4_grammars_are_made_a_few_at_a_time_and_nobody_else_waits_for_them() {
+    let config = ApiConfig { max_grammars: 2, max_parsing: 1, ..ApiConfig::default() };
+    let server =
+        Server::start(Script { render: Duration::from_millis(200), ..Script::deepseek_v4("{}") }, config).await;
+    let body = r#"{"messages":[{"role":"user","content":"hi"}],"response_format":{"type":"json_object"}}"#;
+    let mut waiting = Vec::new();
+    for _ in 0..9 {
+        let mut stream = server.connect().await;
+        stream.write_all(&post("/v1/chat/completions", body)).await.unwrap();
+        waiting.push(stream);
+    }
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    assert_eq!((server.script.seen().rendering, server.script.seen().requests.len()), (2, 0));
+    // One that waits and leaves takes no turn.
+    waiting.drain(6..);
+    let long = r#"{"messages":[{"role":"user","content":"PAD"}]}"#.replace("PAD", &"x".repeat(3000 + (2 << 10)));
+    let begun = std::time::Instant::now();
+    let answer = server.post("/v1/chat/completions", &long).await;
+    assert_eq!((answer.status, &*answer.code()), (400, "context_length_exceeded"));
+    assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
+    for stream in &mut waiting {
+        assert_eq!(read_answer(stream).await.status, 200);
+    }
+    let seen = server.script.seen();
+    assert_eq!((seen.most_rendering, seen.requests.len()), (3, 6), "two grammars beside one long body");
+}
+
+#[tokio::test]
 async fn a16_a_slow_head_has_a_deadline() {
     let config = ApiConfig { header_timeout: Duration::from_millis(200), ..ApiConfig::default() };
     let server = Server::start(Script::default(), config).await;

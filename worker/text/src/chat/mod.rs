@@ -21,7 +21,7 @@ use ds4_manifests::Metadata;
 use serde_json::{Map, Value};
 
 use crate::answer::AnswerFormat;
-use crate::constraint::Unenforceable;
+use crate::constraint::{Unenforceable, deep};
 use crate::deepseek_v4::{self, Thinking};
 use crate::error::TextError;
 use crate::tokenizer::Tokenizer;
@@ -175,8 +175,8 @@ impl ChatTemplate {
             (Layout::DeepSeekV4(encoder), _) => Ok(Some(Arc::new(encoder.format(input, tokenizer)?))),
             (Layout::Jinja(_), None) => Ok(None),
             (Layout::Jinja(_), Some(schema)) => {
-                let constraint = tokenizer.grammars().and_then(|g| g.schema(schema));
-                Ok(Some(Arc::new(constraint.map_err(Unenforceable::answer)?)))
+                let make = || -> Result<_, Unenforceable> { Ok(tokenizer.grammars()?.schema(schema)?) };
+                Ok(Some(Arc::new(deep(make)?)))
             }
         }
     }

@@ -10,7 +10,9 @@ use serde_json::{Map, Value, json};
 
 use super::DSML;
 use crate::chat::{ChatInput, ToolChoice};
-use crate::constraint::{Constraint, ConstraintError, Unenforceable, fits, with_options};
+use crate::constraint::{Constraint, ConstraintError, Unenforceable, deep, fits, with_options};
+use crate::refs;
+use crate::schema::{few_parts, parts};
 use crate::tokenizer::Tokenizer;
 
 /// Keywords that say nothing of a value.
@@ -22,9 +24,16 @@ const ANNOTATIONS: [&str; 7] = ["title", "description", "default", "examples", "
 /// A strict schema that cannot be enforced. One that is not strict is only asked for then.
 pub(super) fn constraint(input: &ChatInput, tokenizer: &Tokenizer) -> Result<Option<Constraint>, Unenforceable> {
     let tools = tools_of(input);
+    if input.response_format.is_none() && !tools.iter().any(|t| t.strict) {
+        return Ok(None);
+    }
+    deep(|| make(input, &tools, tokenizer))
+}
+
+fn make(input: &ChatInput, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Result<Option<Constraint>, Unenforceable> {
     let answer = |held: Result<Constraint, ConstraintError>| match held {
         Ok(held) => Ok(Some(held)),
-        Err(e) if input.response_strict => Err(Unenforceable::answer(e)),
+        Err(e) if input.response_strict => Err(e.into()),
         Err(_) => Ok(None),
     };
     if tools.is_empty() {
@@ -37,30 +46,36 @@ pub(super) fn constraint(input: &ChatInput, tokenizer: &Tokenizer) -> Result<Opt
     }
     let dsml = tokenizer.token_id(DSML).ok_or_else(|| ConstraintError(format!("no token is {DSML}")));
     let held = dsml.and_then(|dsml| {
-        let grammar = Grammar { dsml, rules: String::new(), schemas: 0 };
-        let text = grammar.whole(input, &tools)?;
+        let grammar = Grammar { dsml, rules: String::new(), schemas: 0, parts: 0 };
+        let text = grammar.whole(input, tools)?;
         tokenizer.grammars()?.lark(text)
     });
     match held {
         Err(_) if strict && input.response_format.is_some() && !input.response_strict => {
-            constraint(&ChatInput { response_format: None, ..input.clone() }, tokenizer)
+            make(&ChatInput { response_format: None, ..input.clone() }, tools, tokenizer)
         }
         Ok(held) => Ok(Some(held)),
-        Err(e) if strict => Err(culprit(e, input, &tools, tokenizer)),
+        Err(e) if strict => Err(culprit(e, input, tools, tokenizer)),
         Err(e) => answer(Err(e)),
     }
 }
 
 /// Names the tool whose schema alone fails already; if all fail together only, the answer's own schema, or a tool where there is none.
 fn culprit(e: ConstraintError, input: &ChatInput, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Unenforceable {
-    let fails = |tool: &Tool<'_>| {
-        let mut grammar = Grammar { dsml: 0, rules: String::new(), schemas: 0 };
+    let mut searched = 0;
+    let mut fails = |tool: &Tool<'_>| {
+        // Grammars for all of them take no longer than the one for all.
+        searched += tool.parameters.map_or(0, parts);
+        if few_parts(searched).is_err() {
+            return Some(Unenforceable { tool: Some(tool.index), why: e.0.clone() });
+        }
+        let mut grammar = Grammar { dsml: 0, rules: String::new(), schemas: 0, parts: 0 };
         let alone = |parameters| tokenizer.grammars().and_then(|g| g.schema(parameters)).err();
         let own = grammar.invoke(tool).err().or_else(|| tool.parameters.and_then(alone));
         own.map(|e| Unenforceable { tool: Some(tool.index), why: e.0 })
     };
     let strict = || tools.iter().filter(|t| t.strict);
-    strict().find_map(fails).unwrap_or_else(|| {
+    strict().find_map(&mut fails).unwrap_or_else(|| {
         let tool = strict().next().filter(|_| input.response_format.is_none()).map(|t| t.index);
         Unenforceable { tool, why: e.0 }
     })
@@ -89,6 +104,8 @@ struct Grammar {
     dsml: u32,
     rules: String,
     schemas: usize,
+    /// Of all schemas, parameters of their own included.
+    parts: usize,
 }
 
 /// A literal.
@@ -148,11 +165,23 @@ impl Grammar {
     fn parameters(&mut self, schema: Option<&Value>) -> Result<String, ConstraintError> {
         let Some(schema) = schema else { return Ok(String::new()) };
         let refused = |why: &str| Err(ConstraintError(format!("{why}; leave `strict` out")));
+        // Before its parts are looked at one by one.
+        let mut schema = schema.clone();
+        refs::resolve(&mut schema)?;
         let object = schema.as_object().filter(|s| s.get("type").is_none_or(|t| t == "object"));
         let Some(object) = object else { return refused("the schema's `type` is not `object`") };
         // What ties parameters to each other, or names them by a pattern, has no place in this markup.
-        let known =
-            ["type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "strict"];
+        let known = [
+            "type",
+            "properties",
+            "required",
+            "additionalProperties",
+            "$defs",
+            "definitions",
+            "$schema",
+            "$id",
+            "strict",
+        ];
         if let Some(other) = object.keys().find(|k| !known.contains(&k.as_str()) && !ANNOTATIONS.contains(&k.as_str()))
         {
             return refused(&format!("`{other}` of all parameters together is not enforced on this server"));
@@ -164,6 +193,8 @@ impl Grammar {
         if let Some(missing) = required.iter().find(|r| !properties.contains_key(**r)) {
             return refused(&format!("`{missing}` is required and not among the `properties`"));
         }
+        self.parts += properties.len();
+        few_parts(self.parts)?;
         let mut body = Vec::new();
         for (key, value) in properties {
             if key.is_empty() || key.contains(['"', '<', '>', '\n']) {
@@ -248,7 +279,10 @@ impl Grammar {
     fn json(&mut self, schema: &Value) -> Result<String, ConstraintError> {
         let name = format!("json{}", self.schemas);
         self.schemas += 1;
-        let _ = writeln!(self.rules, "{name}: %json {}", with_options(schema)?);
+        let schema = with_options(schema)?;
+        self.parts += parts(&schema);
+        few_parts(self.parts)?;
+        let _ = writeln!(self.rules, "{name}: %json {schema}");
         // Every parameter's rule repeats the tool's definitions.
         fits(self.rules.len())?;
         Ok(name)

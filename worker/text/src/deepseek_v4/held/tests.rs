@@ -243,3 +243,28 @@ fn deepseek_v4_what_cannot_be_enforced_is_refused_when_it_is_strict() {
     let e = constraint(&input(true), tokenizer()).unwrap_err();
     assert!(e.tool.is_none() && e.why.contains("not"), "{e:?}");
 }
+
+#[test]
+fn references_from_a_tool_s_parameters_lead_out_of_them() {
+    let schema = json!({"type": "object", "additionalProperties": false, "$id": "https://example.com/tree",
+        "properties": {"children": {"type": "array", "items": {"$ref": "#"}}, "n": {"$ref": "#/properties/m"}, "m": {"type": "integer"}}});
+    let held = of(json!([tool("f", true, schema)]), ToolChoice::Named("f".into()), None).unwrap().unwrap();
+    let whole = |value: &str| format!("\n\n{}", call("f", &parameter("children", false, value)));
+    check(
+        &held,
+        &[&whole(r#"[{"children": [], "n": 1}, {}]"#), &format!("\n\n{}", call("f", &parameter("n", false, "1")))],
+        &[&whole("[[]]"), &whole(r#"[{"n": true}]"#), &format!("\n\n{}", call("f", &parameter("n", false, "true")))],
+    );
+}
+
+#[test]
+fn all_tools_of_a_request_are_bounded_together() {
+    let strings: Map<String, Value> = (0..190).map(|i| (format!("p{i}"), json!({"type": "string"}))).collect();
+    let parameters = json!({"type": "object", "properties": strings});
+    let tools = |n: usize| json!((0..n).map(|i| tool(&format!("f{i}"), true, parameters.clone())).collect::<Vec<_>>());
+    assert!(of(tools(10), ToolChoice::Auto, None).unwrap().is_some());
+    for n in [11, 900] {
+        let e = of(tools(n), ToolChoice::Auto, None).unwrap_err();
+        assert!(e.why.contains("more than 2000") && e.tool == Some(10), "{e:?}");
+    }
+}

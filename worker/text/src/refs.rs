@@ -1,0 +1,238 @@
+//! `$ref`s in the only form that the grammar's library follows: pointers from the root, whose segments are names as they are.
+//!
+//! It takes `~0`, `~1` and `%20` for letters of a name, and knows neither anchors nor the schema's own `$id`. What can only be
+//! reached in such ways is copied to a definition of its own, as is what lies outside of the definitions: a tool's parameters become
+//! grammars one by one, each with the definitions and without the rest.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+
+use serde_json::{Map, Value};
+
+use crate::constraint::{ConstraintError, fits};
+use crate::schema::{DEFINITIONS, inside, inside_mut, refused};
+
+/// Rewrites the references that lead somewhere inside of the schema. The library minds those that do not, if a value comes to them.
+///
+/// # Errors
+/// One in a part with an `$id` of its own, which it would have to be resolved against; copies of too many bytes.
+pub(crate) fn resolve(root: &mut Value) -> Result<(), ConstraintError> {
+    let mut found = Found::default();
+    found.collect(root, true)?;
+    let id = root.get("$id").and_then(Value::as_str).map(|id| id.trim_end_matches('#'));
+    let mut rewritten = HashMap::new();
+    let mut copies = Map::new();
+    let mut bytes = 0;
+    for text in &found.refs {
+        let own = id.and_then(|id| text.strip_prefix(id)).filter(|rest| rest.is_empty() || rest.starts_with('#'));
+        let inner = own.or_else(|| Some(*text).filter(|text| text.starts_with('#')));
+        let target = inner.and_then(|inner| found.target(root, inner.strip_prefix('#').unwrap_or(inner)));
+        if target.is_none() && inner == Some("#/") {
+            // The library takes it for the root.
+            return refused("`$ref` `#/` is the part whose name is empty, and there is none");
+        }
+        let Some((target, plain)) = target.filter(|_| !rewritten.contains_key(*text)) else { continue };
+        let to = match plain {
+            Some(plain) => plain,
+            None => {
+                // A part may hold the next one, and that another.
+                bytes += target.to_string().len();
+                fits(bytes)?;
+                let taken = |n: &String| copies.contains_key(n) || root.pointer(&format!("/$defs/{n}")).is_some();
+                let name = (0..).map(|n| format!("ds4-{n}")).find(|n| !taken(n)).unwrap_or_default();
+                let to = format!("#/$defs/{name}");
+                let mut copy = target.clone();
+                if let Some(copy) = copy.as_object_mut() {
+                    // What they mean is said by the rewritten references.
+                    copy.retain(|key, _| key != "$id" && !DEFINITIONS.contains(&key.as_str()));
+                }
+                copies.insert(name, copy);
+                to
+            }
+        };
+        rewritten.insert((*text).to_owned(), to);
+    }
+    rewrite(root, &rewritten);
+    if let Some(root) = root.as_object_mut().filter(|_| !copies.is_empty()) {
+        copies.values_mut().for_each(|copy| rewrite(copy, &rewritten));
+        if let Value::Object(definitions) = root.entry("$defs").or_insert_with(|| Map::new().into()) {
+            definitions.extend(copies);
+        }
+    }
+    Ok(())
+}
+
+/// What a schema has of references and of names for them.
+#[derive(Default)]
+struct Found<'a> {
+    refs: Vec<&'a str>,
+    anchors: HashMap<&'a str, &'a Value>,
+}
+
+impl<'a> Found<'a> {
+    fn collect(&mut self, schema: &'a Value, is_root: bool) -> Result<(), ConstraintError> {
+        let text = |key: &str| schema.get(key).and_then(Value::as_str);
+        // Before draft 2019-09 an anchor was an `$id`.
+        let (anchor, id) = match text("$id") {
+            Some(id) if id.starts_with('#') => (id.get(1..), None),
+            id => (None, id.filter(|_| !is_root)),
+        };
+        if let Some(anchor) = text("$anchor").or(anchor) {
+            self.anchors.insert(anchor, schema);
+        }
+        self.refs.extend(text("$ref"));
+        let before = self.refs.len();
+        inside(schema).try_for_each(|(_, part)| self.collect(part, false))?;
+        if let Some(id) = id
+            && (text("$ref").is_some() || self.refs.len() > before)
+        {
+            let id: String = id.chars().take(64).collect();
+            return refused(format!(
+                "a `$ref` in a part of the schema with an `$id` of its own ({id}) is not followed on this server"
+            ));
+        }
+        Ok(())
+    }
+
+    /// What a fragment names, and how the library can be told; `None`: it cannot.
+    fn target(&self, root: &'a Value, fragment: &str) -> Option<(&'a Value, Option<String>)> {
+        if let Some(anchored) = self.anchors.get(fragment) {
+            return Some((anchored, None));
+        }
+        // Some write names as they are, where the standard wants escapes.
+        let at = |pointer: &str| root.pointer(pointer).map(|target| (target, pointer.to_owned()));
+        let (target, pointer) = at(&unescaped(fragment)).or_else(|| at(fragment))?;
+        let mut names = pointer.split('/').skip(1);
+        let plain = names.next().is_some_and(|first| DEFINITIONS.contains(&first))
+            && names.clone().count() == 1
+            && names.all(|name| !name.is_empty() && !name.contains('~'));
+        Some((target, plain.then(|| format!("#{pointer}"))))
+    }
+}
+
+/// A text without `%xx`; as it is, if that is no text.
+fn unescaped(text: &str) -> Cow<'_, str> {
+    if !text.contains('%') {
+        return text.into();
+    }
+    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
+    while let Some((&first, behind)) = rest.split_first() {
+        let digits = behind.get(..2).filter(|d| first == b'%' && d.iter().all(u8::is_ascii_hexdigit));
+        let escaped = digits.and_then(|d| u8::from_str_radix(std::str::from_utf8(d).ok()?, 16).ok());
+        bytes.push(escaped.unwrap_or(first));
+        rest = if escaped.is_some() { &behind[2..] } else { behind };
+    }
+    String::from_utf8(bytes).map_or(text.into(), Into::into)
+}
+
+fn rewrite(schema: &mut Value, rewritten: &HashMap<String, String>) {
+    let Value::Object(object) = schema else { return };
+    if let Some(Value::String(at)) = object.get_mut("$ref")
+        && let Some(to) = rewritten.get(at)
+    {
+        at.clone_from(to);
+    }
+    inside_mut(object).for_each(|part| rewrite(part, rewritten));
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::test_support::starter_tokenizer;
+    use crate::{Constraint, Specials};
+
+    fn held(schema: &Value) -> Result<Constraint, ConstraintError> {
+        starter_tokenizer().grammars().and_then(|g| g.schema(schema))
+    }
+
+    /// Whether this is a whole answer.
+    fn accepts(schema: &Value, text: &str) -> bool {
+        let tokenizer = starter_tokenizer();
+        let mut held = held(schema).unwrap_or_else(|e| panic!("{e}: {schema}"));
+        let tokens = tokenizer.encode(text, Specials::Plain).into_iter().chain(tokenizer.eos());
+        tokens.into_iter().all(|token| {
+            let permitted = held.permits(token).expect("a verdict");
+            held.take(token);
+            permitted
+        })
+    }
+
+    #[test]
+    fn every_way_to_write_a_reference_leads_to_its_part() {
+        let whole = json!({"type": "integer"});
+        for (at, name) in [
+            ("#/$defs/a", "a"),
+            ("#/$defs/a~1b", "a/b"),
+            ("#/$defs/a~0b", "a~b"),
+            ("#/$defs/a~01", "a~1"),
+            ("#/$defs/a~b", "a~b"),
+            ("#/$defs/a%20b", "a b"),
+            ("#/$defs/a b", "a b"),
+            ("#/$defs/a%b", "a%b"),
+            ("#/$defs/100%25", "100%"),
+            ("#/$defs/a%20b", "a%20b"),
+            ("#/$defs/List%3Cint%3E", "List<int>"),
+            ("#/$defs/List[int]", "List[int]"),
+            ("#/$defs/Gr%C3%B6%C3%9Fe", "Größe"),
+            ("#/$defs/Größe", "Größe"),
+            ("#/$defs/%ff", "%ff"),
+            ("#/$defs/", ""),
+            ("https://example.com/s#/$defs/a~1b", "a/b"),
+        ] {
+            let schema =
+                json!({"$id": "https://example.com/s", "$defs": {name: whole}, "type": "array", "items": {"$ref": at}});
+            assert!(accepts(&schema, "[1]") && !accepts(&schema, "[true]"), "{at}");
+        }
+        for at in ["#whole", "#/$defs/a/anyOf/0", "#/$defs/a/anyOf/1/properties/x"] {
+            let schema = json!({"items": {"$ref": at}, "type": "array", "$defs": {
+                "a": {"anyOf": [whole, {"properties": {"x": whole}}]}, "b": {"$anchor": "whole", "type": "integer"}}});
+            assert!(accepts(&schema, "[1]") && !accepts(&schema, "[true]"), "{at}");
+        }
+        let older = json!({"items": {"$ref": "#whole"}, "type": "array", "definitions": {"b": {"$id": "#whole", "type": "integer"}}});
+        assert!(accepts(&older, "[1]") && !accepts(&older, "[true]"));
+    }
+
+    #[test]
+    fn what_refers_to_itself_stays_whole() {
+        for at in ["#", "#node", "https://example.com/s", "#/$defs/ds4-0"] {
+            let schema = json!({"$id": "https://example.com/s#", "$anchor": "node", "type": "object", "additionalProperties": false,
+                "properties": {"next": {"$ref": at}, "n": {"type": "integer"}},
+                "$defs": {"ds4-0": {"$ref": "#"}}});
+            assert!(accepts(&schema, r#"{"next": {"next": {"n": 1}}, "n": 2}"#), "{at}");
+            assert!(!accepts(&schema, r#"{"next": {"next": {"n": "1"}}}"#), "{at}");
+            assert!(!accepts(&schema, r#"{"next": [1]}"#), "{at}");
+        }
+    }
+
+    #[test]
+    fn a_reference_that_cannot_be_followed_is_named() {
+        let refusal = |schema: Value| held(&schema).unwrap_err().0;
+        let of = |at: &str| json!({"type": "array", "items": {"$ref": at}, "$defs": {"a": {}}});
+        for at in ["#/$defs/b", "#/", "#nowhere", "https://example.com/x.json"] {
+            assert!(refusal(of(at)).contains(at), "{}", refusal(of(at)));
+        }
+        let embedded =
+            json!({"items": {"$id": "inner", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": {}}}, "$defs": {"a": {}}});
+        assert!(refusal(embedded).contains("(inner)"));
+        assert!(refusal(json!({"items": {"$dynamicRef": "#a"}})).contains("$dynamicRef"));
+        // What nothing comes to is no fault, nor is a name or a value that looks like one.
+        let unused = json!({"type": "integer", "$defs": {"a": {"$ref": "nowhere"}}, "default": {"$ref": "nowhere"}});
+        assert!(accepts(&unused, "1"));
+        let names =
+            json!({"type": "object", "properties": {"$ref": {"const": {"$ref": "nowhere"}}}, "required": ["$ref"]});
+        assert!(accepts(&names, r#"{"$ref": {"$ref": "nowhere"}}"#));
+    }
+
+    #[test]
+    fn copies_of_copies_are_bounded() {
+        let mut nested = json!({"description": "d".repeat(40_000)});
+        for i in (0..40).rev() {
+            nested = json!({"$anchor": format!("a{i}"), "items": nested});
+        }
+        let refs: Vec<Value> = (0..40).map(|i| json!({"$ref": format!("#a{i}")})).collect();
+        let schema = json!({"anyOf": refs, "$defs": {"a": nested}});
+        assert!(held(&schema).unwrap_err().0.contains("too large"));
+    }
+}
