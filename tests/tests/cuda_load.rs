@@ -62,7 +62,19 @@ fn published(path: &Path, backend: Choice) -> (String, Vec<OwnedFd>) {
 
 #[test]
 fn a_device_hashes_what_the_cpu_hashes_and_arranges_it_afterwards() {
-    if !card().is_here("a_device_hashes_what_the_cpu_hashes_and_arranges_it_afterwards") {
+    let card = card().logged();
+    if !card.is_here("a_device_hashes_what_the_cpu_hashes_and_arranges_it_afterwards") {
+        // The stream that arranges waits for the hash of every slab before the first tensor of it; whether it would have had to is luck.
+        let (calls, mut hashed, mut waited) = (card.calls(), 0, 0);
+        for line in calls.lines() {
+            hashed += usize::from(line.ends_with(" hash_leaves"));
+            waited += usize::from(line.starts_with("cuStreamWaitEvent "));
+            assert!(
+                !line.contains(" repack_") || (hashed > 0 && waited == hashed),
+                "{waited} waits for {hashed} hashes"
+            );
+        }
+        assert!(waited == hashed && calls.contains(" repack_"), "{waited} waits for {hashed} hashes");
         return;
     }
     for name in ["deepseek_v4/tiny-v4.gguf", "tiny-llama/tiny-llama.gguf"] {
