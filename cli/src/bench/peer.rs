@@ -90,7 +90,7 @@ impl Side {
     }
 }
 
-/// The running peer; it ends with its standard input.
+/// The running peer; it ends with this process.
 struct Running {
     server: Server,
     about: Value,
@@ -99,7 +99,10 @@ struct Running {
 
 async fn start_peer(args: &PeerArgs) -> anyhow::Result<Running> {
     let python = args.peer_python.display();
-    let mut child = Command::new(&args.peer_python)
+    let mut command = Command::new(&args.peer_python);
+    // Also while it loads, when it does not look at its standard input.
+    ds4_os::parent::bind(command.as_std_mut());
+    let mut child = command
         .arg("-c")
         .arg(DRIVER)
         .arg(args.rig.model()?)

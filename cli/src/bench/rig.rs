@@ -10,10 +10,10 @@ use anyhow::{Context as _, bail};
 use ds4_settings::{EXIT_MODEL, EXIT_USAGE};
 use nix::sys::signal::Signal;
 use serde_json::{Value, json};
-use tempfile::TempDir;
 
 use crate::client::http::Server;
 use crate::failure::Failure;
+use crate::output::Scratch;
 use crate::serve::plan::sibling;
 use crate::serve::process::{Launch, Notify, Process};
 
@@ -104,7 +104,7 @@ fn busy() -> f64 {
 
 /// The private pair.
 pub struct Rig {
-    dir: TempDir,
+    dir: Scratch,
     owner: Process,
     worker: Option<Process>,
     worker_args: Vec<OsString>,
@@ -116,7 +116,7 @@ pub struct Rig {
 impl Rig {
     /// Starts an owner; with `load` it loads the model at once and is READY on return.
     pub async fn start(args: &RigArgs, load: bool) -> anyhow::Result<Self> {
-        let dir = tempfile::Builder::new().prefix("ds4-bench-").tempdir()?;
+        let dir = Scratch::new()?;
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let programs = [sibling("ds4-weight-owner")?, sibling("ds4-worker")?];
         let common: Vec<OsString> = ["--config", "/dev/null", "--runtime-dir"]
