@@ -5,9 +5,11 @@ ends the answer after it.
 """
 
 import json
+import random
 
 from typing import Literal
 
+import jsonschema
 import openai
 import pydantic
 import pytest
@@ -130,3 +132,58 @@ def test_deepseek_v4_strict_tools_of_the_sdk(client, v4, effort):
                    parallel_tool_calls=False, logit_bias={"1": 100}, seed=3, max_tokens=600)
     (call,) = client.chat.completions.parse(**options).choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, SetLamp)
+
+
+def finite(rng, depth=2):
+    """A random schema of few and short values, so that random weights come to the end of one."""
+    text = lambda: "".join(rng.choice('abZ 0"\\\\/<>&é漢😀\n') for _ in range(rng.randrange(6)))
+    some = lambda: rng.choice([text(), rng.randrange(-9, 99), 0.5, True, None, [text()], {"a": text()}])
+    kinds = [
+        lambda: {"type": "string", "enum": [text() for _ in range(3)]},
+        lambda: {"enum": [some() for _ in range(3)]},
+        lambda: {"const": some()},
+        lambda: {"type": "boolean"},
+        lambda: {"type": ["integer", "null"], "minimum": -3, "maximum": 120},
+        lambda: {"type": "string", "maxLength": rng.randrange(4)},
+        lambda: {"type": "string", "pattern": "^(ab|c<|é){1,3}$"},
+        lambda: {"$ref": "#/$defs/a~1b%20c"},
+    ]
+    if depth:
+        inner = lambda: finite(rng, depth - 1)
+        kinds += [
+            lambda: {"anyOf": [inner(), inner()]},
+            lambda: {"type": "array", "items": inner(), "minItems": rng.randrange(2), "maxItems": 2},
+            lambda: closed({name: inner() for name in ["a", "é", "x y"]}, rng),
+        ]
+    return rng.choice(kinds)()
+
+
+def closed(properties, rng):
+    required = [name for name in properties if rng.random() < 0.6]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_deepseek_v4_streamed_arguments_follow_their_schema(client, v4, seed):
+    rng = random.Random(seed)
+    parameters = closed({f"p{i}": finite(rng) for i in range(3)}, rng) | {"$defs": {"a/b c": {"enum": ["d", 1]}}}
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}]
+    options = dict(model=v4.model, messages=QUESTION, seed=seed, max_tokens=3000, logit_bias={"1": 100},
+                   reasoning_effort=rng.choice(["none", "high"]))
+    calling = dict(options, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    chunks = list(client.chat.completions.create(**calling, stream=True))
+    streamed = accumulate(chunks)
+    assert streamed["finish"] == "tool_calls" and streamed["content"] == "", streamed
+    (call,) = streamed["calls"].values()
+    arguments = json.loads(call["arguments"])
+    jsonschema.Draft202012Validator(parameters).validate(arguments)
+    pieces = sum(bool(c.delta.tool_calls) for chunk in chunks for c in chunk.choices)
+    assert call["name"] == "f" and pieces > len(arguments), "each parameter comes when it is written"
+    whole = client.chat.completions.create(**calling).choices[0].message.tool_calls[0].function
+    assert json.loads(whole.arguments) == arguments
+
+    answering = dict(options, response_format={"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": parameters}})
+    streamed = accumulate(client.chat.completions.create(**answering, stream=True))
+    assert streamed["finish"] == "stop", streamed
+    jsonschema.Draft202012Validator(parameters).validate(json.loads(streamed["content"]))
+    assert client.chat.completions.create(**answering).choices[0].message.content == streamed["content"]
