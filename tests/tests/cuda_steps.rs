@@ -7,13 +7,14 @@ mod support;
 
 use std::fs::File;
 use std::io::Read as _;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::Command;
 
 use ds4_kernels::cuda::CudaDevice;
 use ds4_kernels::cuda::fatal;
 use ds4_kernels::ops::{RowQuery, RowSummary};
-use ds4_kernels::{BatchPlan, Device};
-use ds4_models::Model;
+use ds4_kernels::{BatchPlan, Device, DeviceError};
+use ds4_models::{Model, ModelError};
 use ds4_tests::card::Card;
 use support::{fixture, weights};
 
@@ -333,9 +334,91 @@ fn a_device_lost_in_a_step_ends_the_process() {
     }
 }
 
-/// Exit code and standard error of the test `name` in a process that has the card.
+/// What a model does with a device, in the order of a worker. A step that memory was refused to is the end of its requests, and the
+/// next one finds memory again.
+fn start_and_serve(model: &str) -> Result<(), ModelError> {
+    let device = CudaDevice::open(0).unwrap();
+    let mut model = ds4_models::build(&device, &weights(&fixture(model)))?;
+    let mut banks = Vec::new();
+    banks.push(again("a bank", || Ok(device.bank(model.state(), CONTEXT)?)));
+    // A prompt of parts, then decode steps of both kinds of summaries.
+    for (first, rows, query) in
+        [(0, 700, GREEDY), (700, 1, GREEDY), (701, 1, TOP_40), (702, 1, GREEDY), (703, 1, GREEDY)]
+    {
+        let mut plan = BatchPlan::default();
+        plan.push(0, first, &vec![1; rows], true);
+        again("a step", || {
+            device.bank_commit(&mut banks[0], first + rows)?;
+            model.forward(&device, &plan, &mut banks)
+        });
+        again("a summary", || {
+            device.summarise(model.logits(), &[query], &mut Vec::new());
+            Ok(())
+        });
+    }
+    let kept = again("a checkpoint", || Ok(device.bank_checkpoint(&banks[0], 704)?));
+    device.bank_rewind(&mut banks[0], &kept);
+    Ok(())
+}
+
+/// Does it as the engine does, and if memory is refused, once more.
+fn again<T>(what: &str, mut work: impl FnMut() -> Result<T, ModelError>) -> T {
+    let mut run = || match catch_unwind(AssertUnwindSafe(&mut work)) {
+        Ok(done) => done,
+        Err(payload) => Err(payload
+            .downcast::<DeviceError>()
+            .map(|e| ModelError::Device(*e))
+            .unwrap_or_else(|other| resume_unwind(other))),
+    };
+    match run() {
+        Err(ModelError::Device(DeviceError::OutOfMemory { .. })) => {
+            println!("refused to {what}");
+            run().unwrap_or_else(|e| panic!("{what} again: {e}"))
+        }
+        other => other.unwrap(),
+    }
+}
+
+#[test]
+fn any_refused_allocation_ends_a_start_or_a_step_and_no_later_one() {
+    let name = "any_refused_allocation_ends_a_start_or_a_step_and_no_later_one";
+    if let Ok(model) = std::env::var("MODEL") {
+        match start_and_serve(&model) {
+            Err(ModelError::Device(DeviceError::OutOfMemory { .. })) => println!("refused to a start"),
+            other => other.unwrap(),
+        }
+        return;
+    }
+    for model in MODELS {
+        let card = card().with("MODEL", model);
+        assert_eq!(run_again(&card, name).0, Some(0));
+        let calls = card.calls();
+        let allocations = ["cuMemAlloc_v2 ", "cuMemCreate ", "cuMemAddressReserve ", "cuMemHostAlloc "];
+        let total = calls.lines().filter(|l| allocations.iter().any(|a| l.starts_with(a))).count();
+        let mut met = Vec::new();
+        // Nearly all of a start are those of weights, one like the other.
+        for n in (1..=total).filter(|n| n % 16 == 1 || n + 52 > total) {
+            let refusing = self::card().with("MODEL", model).with("DS4_CUDA_REFUSE", n);
+            let (ended, said) = run_again(&refusing, name);
+            assert!(said.contains(&format!("DS4_CUDA_REFUSE={n}: cuMem")), "{n} of {total}: {said}");
+            let what = said.lines().find_map(|l| l.strip_prefix("refused to ")).unwrap_or("nobody");
+            // A rotary table is made by a function that cannot refuse, before anybody is served.
+            let table =
+                ended == Some(fatal::EXIT_CODE) && said.contains("fatal: a rotary table: cuMemAlloc_v2: not enough");
+            assert!(ended == Some(0) || table, "{n} of {total}, refused to {what}: {said}");
+            met.push(what.to_owned());
+            assert_eq!(refusing.held(), (0, 0));
+        }
+        for what in ["a start", "a bank", "a step", "a summary"] {
+            assert!(met.iter().any(|m| m == what), "{model}: {what} was not met in {met:?}");
+        }
+    }
+}
+
+/// Exit code and output of the test `name` in a process that has the card.
 fn run_again(card: &Card, name: &str) -> (Option<i32>, String) {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let output = card.give(&mut command).args(["--exact", name, "--nocapture"]).output().unwrap();
-    (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    (output.status.code(), said)
 }
