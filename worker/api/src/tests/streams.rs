@@ -218,26 +218,31 @@ async fn a14_no_timeout_but_the_configured_one() {
     assert_eq!(ApiConfig::default().request_timeout, None);
 }
 
-#[tokio::test(start_paused = true)]
-async fn a14_a_prefill_of_hours_is_waited_for() {
-    // The backend alone, on virtual time: the run has no deadline of its own.
-    use crate::backend::Backend;
-    let script = Script { prefill: Duration::from_secs(4 * 3600), ..Script::default() };
-    let backend: Arc<dyn Backend> = Arc::new(script);
-    let job = crate::chat::parse(br#"{"messages":[{"role":"user","content":"hi"}]}"#, 64, &backend).unwrap();
-    let metrics = Arc::new(crate::metrics::Metrics::new(Arc::clone(&backend)));
-    let wire = crate::chat_wire::ChatWire {
-        id: "chatcmpl-x".into(),
-        created: 0,
-        backend: Arc::clone(&backend),
-        include_usage: false,
-        logprobs: false,
-        calls: vec![0],
+#[test]
+fn a14_a_prefill_of_hours_is_waited_for() {
+    // In a runtime without timers: to set one, however long, is a panic.
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let answered = |config: ApiConfig| {
+        let backend: Arc<dyn crate::Backend> = Arc::new(Script::default());
+        let job = crate::chat::parse(br#"{"messages":[{"role":"user","content":"hi"}]}"#, 64, &backend).unwrap();
+        let metrics = Arc::new(crate::metrics::Metrics::new(Arc::clone(&backend)));
+        let wire = crate::chat_wire::ChatWire {
+            id: "chatcmpl-x".into(),
+            created: 0,
+            backend: Arc::clone(&backend),
+            include_usage: false,
+            logprobs: false,
+            calls: vec![0],
+        };
+        let limits = crate::run::Limits {
+            request_timeout: config.request_timeout,
+            keepalive_interval: config.keepalive_interval,
+        };
+        let tracker = crate::track::Tracker::new(metrics, "x".into(), "chat");
+        let answer = async { crate::run::answer(job, wire, backend, tracker, limits, ()).await.unwrap().status() };
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| runtime.block_on(answer)))
     };
-    let config = ApiConfig::default();
-    let limits =
-        crate::run::Limits { request_timeout: config.request_timeout, keepalive_interval: config.keepalive_interval };
-    let tracker = crate::track::Tracker::new(metrics, "x".into(), "chat");
-    let response = crate::run::answer(job, wire, backend, tracker, limits, ()).await.unwrap();
-    assert_eq!(response.status(), 200);
+    assert_eq!(answered(ApiConfig::default()).unwrap(), 200);
+    let timed = ApiConfig { request_timeout: Some(Duration::from_secs(4 * 3600)), ..ApiConfig::default() };
+    assert!(answered(timed).is_err(), "a timer would be seen");
 }
