@@ -3,6 +3,7 @@
 //! The binaries are those of the same target directory (`cargo build --release --workspace --bins` makes them, and
 //! `scripts/test` does). Everything that a test starts is killed when its handle is dropped.
 
+pub mod calls;
 pub mod card;
 pub mod http;
 pub mod memory;

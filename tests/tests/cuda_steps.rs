@@ -5,8 +5,6 @@
 #[path = "../../worker/models/tests/support/mod.rs"]
 mod support;
 
-use std::fs::File;
-use std::io::Read as _;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::process::Command;
 
@@ -15,6 +13,7 @@ use ds4_kernels::cuda::fatal;
 use ds4_kernels::ops::{RowQuery, RowSummary};
 use ds4_kernels::{BatchPlan, Device, DeviceError};
 use ds4_models::{Model, ModelError};
+use ds4_tests::calls::{CallLog, Calls};
 use ds4_tests::card::Card;
 use support::{fixture, weights};
 
@@ -33,42 +32,6 @@ fn card() -> Card {
         .with("DS4_FIXTURES", concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures"))
 }
 
-/// Calls of the driver in order, and what the fake says of each.
-#[derive(Debug, Default)]
-struct Calls(Vec<(String, String)>);
-
-impl Calls {
-    fn of<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
-        self.0.iter().filter(move |(n, _)| n == name).map(|(_, said)| said.as_str())
-    }
-
-    fn count(&self, name: &str) -> usize {
-        self.of(name).count()
-    }
-
-    /// Sum of the numbers that the fake says of a call.
-    fn sum(&self, name: &str) -> usize {
-        self.of(name).map(|said| said.parse::<usize>().unwrap_or_else(|_| panic!("{name} {said}"))).sum()
-    }
-
-    /// Operations that were given to the device, in graphs or not. Those that were recorded were called too.
-    fn operations(&self) -> usize {
-        let called = self.count("cuLaunchKernelEx") + self.count("cuMemcpyDtoDAsync_v2");
-        self.sum("cuGraphLaunch") + called - self.sum("cuGraphInstantiateWithFlags")
-    }
-
-    /// Nothing but these functions was called.
-    fn only(&self, allowed: &[&str]) {
-        let other = self.0.iter().find(|(name, _)| name != "cuCtxSetCurrent" && !allowed.contains(&name.as_str()));
-        assert_eq!(other, None, "in {self:?}");
-    }
-
-    /// Nothing waited for an operation that had not happened.
-    fn waited_for_nothing(&self) {
-        assert_eq!(self.sum("cuEventSynchronize") + self.sum("cuStreamSynchronize"), 0, "{self:?}");
-    }
-}
-
 /// A model with its banks, and the driver's log.
 struct Run {
     device: CudaDevice,
@@ -76,7 +39,7 @@ struct Run {
     banks: Vec<<CudaDevice as Device>::Bank>,
     /// Tokens of each bank.
     done: Vec<usize>,
-    log: File,
+    log: CallLog,
 }
 
 impl Run {
@@ -84,16 +47,7 @@ impl Run {
         let device = CudaDevice::open(0).unwrap();
         let model = ds4_models::build(&device, &weights(&fixture(model))).unwrap();
         let banks = (0..BANKS).map(|_| device.bank(model.state(), CONTEXT).unwrap()).collect();
-        let log = File::open(std::env::var_os("FAKE_CUDA_LOG").unwrap()).unwrap();
-        Self { device, model, banks, done: vec![0; BANKS], log }
-    }
-
-    /// Calls since it was asked last.
-    fn calls(&mut self) -> Calls {
-        let mut new = String::new();
-        self.log.read_to_string(&mut new).unwrap();
-        let lines = new.lines().map(|l| l.split_once(' ').unwrap());
-        Calls(lines.map(|(name, said)| (name.to_owned(), said.to_owned())).collect())
+        Self { device, model, banks, done: vec![0; BANKS], log: CallLog::open() }
     }
 
     /// One step of `n` tokens of each of the first `banks` banks.
@@ -110,17 +64,17 @@ impl Run {
 
     /// Calls of the step itself: everything between handing it over and asking for its results.
     fn forward(&mut self, plan: &BatchPlan) -> Calls {
-        self.calls();
+        self.log.new_calls();
         self.model.forward(&self.device, plan, &mut self.banks).unwrap();
-        self.calls()
+        self.log.new_calls()
     }
 
     fn summarise(&mut self, rows: usize, query: RowQuery) -> (Calls, Vec<RowSummary>) {
         let queries: Vec<_> = (0..rows).map(|row| RowQuery { row, ..query }).collect();
         let mut out = Vec::new();
-        self.calls();
+        self.log.new_calls();
         self.device.summarise(self.model.logits(), &queries, &mut out);
-        (self.calls(), out)
+        (self.log.new_calls(), out)
     }
 
     /// A decode step of that many rows, until its summary is there.
@@ -158,8 +112,8 @@ const LOOKS_UP_KERNELS: [&str; 4] =
 /// A replayed step: its plan goes to the device in one copy, and the rest are graphs and what is too short for one.
 fn check_replayed(calls: &Calls, plan: &BatchPlan, operations: usize) {
     calls.only(&STEP);
-    calls.waited_for_nothing();
-    assert_eq!(calls.of("cuMemcpyHtoDAsync_v2").collect::<Vec<_>>(), [plan_bytes(plan).to_string()]);
+    assert_eq!(calls.sum("cuEventSynchronize"), 0, "it waits for nothing that has not happened: {calls:?}");
+    assert_eq!(calls.numbers("cuMemcpyHtoDAsync_v2"), [plan_bytes(plan)]);
     assert!(calls.count("cuLaunchKernelEx") < SHORTEST_GRAPH, "{calls:?}");
     assert_eq!(calls.operations(), operations, "a replayed step does what it did before");
 }
@@ -186,8 +140,8 @@ fn a_decode_step_is_replayed_without_waiting_and_only_summaries_come_back() {
                 let (calls, summaries) = run.summarise(rows, query);
                 assert_eq!(summaries.len(), rows);
                 calls.only(&["cuLaunchKernelEx", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize"]);
-                let back: Vec<_> = calls.of("cuMemcpyDtoHAsync_v2").collect();
-                assert_eq!(back, [summary_bytes(rows, query).to_string()], "{model}, {rows} rows");
+                let back = calls.numbers("cuMemcpyDtoHAsync_v2");
+                assert_eq!(back, [summary_bytes(rows, query)], "{model}, {rows} rows");
                 assert_eq!(calls.count("cuStreamSynchronize"), 1, "{model}, {rows} rows");
             }
         }
@@ -202,10 +156,10 @@ fn a_bank_that_grew_does_not_change_a_steps_launches() {
     for model in MODELS {
         let mut run = Run::new(model);
         (0..4).for_each(|_| drop(run.decode(2)));
-        run.calls();
+        run.log.new_calls();
         // Memory for more tokens than there will be, before the step; its rows are where they were.
         run.device.bank_commit(&mut run.banks[1], CONTEXT).unwrap();
-        let grown = run.calls();
+        let grown = run.log.new_calls();
         assert!(grown.count("cuMemCreate") > 0, "{model}: {grown:?}");
         let plan = run.plan(2, 1, true);
         let calls = run.forward(&plan);

@@ -166,7 +166,7 @@ pub unsafe extern "C" fn cuLaunchKernelEx(
             // SAFETY: each of them leads to an argument of the parameter's size.
             args.push(unsafe { std::slice::from_raw_parts(arg.cast::<u8>(), *size) }.to_vec());
         }
-        let work = Work::of(&name, &args)?;
+        let work = Work::of(&name, launch.grid, &args)?;
         state.say(name);
         state.streams.push(launch.stream, Op::Kernel(work))
     })
