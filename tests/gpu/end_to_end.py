@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness import BACKEND, BIN, FIXTURES, KIND, OUT, PROMPTS, WORK, Process, Served, bench, command, quietly, report, say, synth, used, used_now
 from refusals import part_memory
+from soak import part_soak
 
 PARTS = sys.argv[4:] or ["device", "tiny", "memory", "small"]
 

@@ -61,7 +61,9 @@ def used_now():
 class Process:
     def __init__(self, program, *args, **environment):
         self.log = WORK / f"{program}-{time.monotonic_ns()}.log"
-        self.args = [str(BIN / program), "--config", "/dev/null", *map(str, args)]
+        # `ds4` has its flags behind a subcommand.
+        command, args = (args[:1], args[1:]) if program == "ds4" else ((), args)
+        self.args = [str(BIN / program), *command, "--config", "/dev/null", *map(str, args)]
         self.begun = time.monotonic()
         self.process = subprocess.Popen(
             self.args, stdout=self.log.open("w"), stderr=subprocess.STDOUT, env={**os.environ, **environment}

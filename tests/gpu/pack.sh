@@ -16,5 +16,5 @@ mkdir "$work/bin"
 for b in ds4 ds4-weight-owner ds4-worker examples/gpu examples/gpu_speed; do
     strip -o "$work/bin/${b##*/}" "$root/target/release/$b"
 done
-tar -C "$work" -I 'xz -T0' -cf "$out" bin -C "$root/tests" gpu/run.sh gpu/end_to_end.py gpu/harness.py gpu/refusals.py gpu/load.sh --exclude=convert fixtures
+tar -C "$work" -I 'xz -T0' -cf "$out" bin -C "$root/tests" gpu/run.sh gpu/end_to_end.py gpu/harness.py gpu/refusals.py gpu/soak.py gpu/load.sh --exclude=convert fixtures
 ls -l "$out"

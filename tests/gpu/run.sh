@@ -14,6 +14,8 @@
 #   memory  the allocations of a worker refused one at a time (all, or DS4_GPU_MEMORY=1-40,55; at most DS4_GPU_MEMORY_S seconds, 60)
 #   small   as tiny, on a synthetic model of 90 MB with the production geometry; SIGKILL in the middle of a prompt; guesses of a
 #           prediction block; `ds4 bench restart`
+#   soak    as small, a minute of clients that come, hang up and come again, while worker after worker is killed or relieved: every answer is a
+#           quiet worker's, nothing grows (DS4_GPU_SOAK_S seconds, 60)
 #   full    the load, SIGKILL in the middle of a prompt, `ds4 bench throughput` (decode behind 2k, 8k and 64k: DS4_GPU_AT) and `ds4 bench
 #           restart` at the full Flash shape (80.8 GiB in tmpfs: some minutes; needs root)
 # Exit code 1 when a check failed; OUT.json says which.
