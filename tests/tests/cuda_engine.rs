@@ -53,33 +53,39 @@ fn serve(engine: &EngineHandle, log: &mut CallLog, requests: usize) -> Calls {
             let prompt = (0..PROMPT).map(|k| u32::try_from(3 + i * 3 + k).unwrap()).collect();
             let (stop, format, logprobs, logits) = (Vec::new(), None, None, LogitsWanted::default());
             let id = format!("{i}");
-            engine.submit(GenerateRequest {
-                id,
-                prompt,
-                max_tokens: TOKENS,
-                sampling,
-                stop,
-                format,
-                logprobs,
-                ignore_eos: true,
-                logits,
-            })
+            engine
+                .submit(GenerateRequest {
+                    id,
+                    prompt,
+                    max_tokens: TOKENS,
+                    sampling,
+                    stop,
+                    format,
+                    logprobs,
+                    ignore_eos: true,
+                    logits,
+                })
+                .unwrap()
         })
         .collect();
-    for receiver in receivers {
-        let mut receiver = receiver.unwrap();
-        let mut tokens = 0;
-        loop {
-            match receiver.blocking_recv() {
-                Some(Event::Token { .. }) => tokens += 1,
-                Some(Event::Done { .. }) => break,
-                Some(Event::Failed(e)) => panic!("{e}"),
-                Some(_) => {}
-                None => panic!("no end"),
-            }
+    // Each has a reader: an answer that nobody reads waits, and its row with it.
+    std::thread::scope(|scope| {
+        for mut receiver in receivers {
+            scope.spawn(move || {
+                let mut tokens = 0;
+                loop {
+                    match receiver.blocking_recv() {
+                        Some(Event::Token { .. }) => tokens += 1,
+                        Some(Event::Done { .. }) => break,
+                        Some(Event::Failed(e)) => panic!("{e}"),
+                        Some(_) => {}
+                        None => panic!("no end"),
+                    }
+                }
+                assert_eq!(tokens, TOKENS);
+            });
         }
-        assert_eq!(tokens, TOKENS);
-    }
+    });
     log.new_calls()
 }
 
