@@ -125,7 +125,7 @@ pub struct ApiConfig {
     pub max_json_depth: usize,
     /// Long bodies that are parsed at the same time; more wait, and leave with their clients. Cores are the engine's first.
     pub max_parsing: usize,
-    /// Bodies parsed at the same time that ask for a grammar, which may take a second each; beside the others, so that these wait for
+    /// Bodies parsed at the same time that ask for a grammar, which may take half a second each; beside the others, so that these wait for
     /// none of them.
     pub max_grammars: usize,
     /// Connections served at the same time; more wait in the listen queue.

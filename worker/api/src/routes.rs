@@ -133,7 +133,7 @@ enum Effort {
     Little,
     /// There is much to tokenise, or it is not plain what is asked for.
     Much,
-    /// A grammar has to be made: up to a second, and for the first one of all 0.4 s more (DeepSeek V4's vocabulary).
+    /// A grammar has to be made: up to half a second, and for the first one of all 0.4 s more (DeepSeek V4's vocabulary).
     Grammar,
 }
 
