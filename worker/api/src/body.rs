@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::body::Body;
 use http_body_util::BodyExt;
 use hyper::body::Body as _;
-use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderValue, ORIGIN};
 use hyper::{HeaderMap, Request, StatusCode};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
@@ -106,8 +106,14 @@ fn check_headers(headers: &HeaderMap) -> Result<(), ApiError> {
             format!("content-encoding `{value}` is not supported; send the body as it is"),
         ));
     }
-    // Absent is taken for JSON; some small clients never say.
-    let Some(value) = headers.get(CONTENT_TYPE) else { return Ok(()) };
+    // Absent is taken for JSON; some small clients never say. Not from a browser, which asks before it sends JSON for another site,
+    // but not before it sends what has no type.
+    let none = HeaderValue::from_static("");
+    let value = match headers.get(CONTENT_TYPE) {
+        Some(value) => value,
+        None if headers.contains_key(ORIGIN) => &none,
+        None => return Ok(()),
+    };
     let essence = value.to_str().unwrap_or("").split(';').next().unwrap_or("").trim();
     let is_json = essence.eq_ignore_ascii_case("application/json")
         || (essence.len() > 5 && essence.to_ascii_lowercase().ends_with("+json"));

@@ -61,6 +61,7 @@ impl ConstraintError {
             return Self("it is too complex for this server".into());
         }
         if let Some(keys) = text.strip_prefix("Unimplemented keys: ") {
+            let keys = keys.trim_matches(['[', ']']).replace('"', "`");
             return Self(format!("{keys} is not enforced on this server"));
         }
         if text.starts_with("oneOf constraints are not supported") {
@@ -311,6 +312,7 @@ mod tests {
         assert!(!refusal(&json!({"type": "integer", "multipleOf": 999_999_937})).contains("panic"));
         let long = refusal(&json!({"type": "string", "pattern": "(".repeat(100_000)}));
         assert!(long.starts_with("regex parse error") && long.chars().count() == MAX_WHY + 1, "{long}");
+        assert_eq!(refusal(&json!({"not": {}, "type": "integer"})), "`not` is not enforced on this server");
         let either = json!({"oneOf": [{"type": "integer"}, {"type": "number"}]});
         assert!(refusal(&either).contains("`anyOf`"), "the library would name an option of its own");
     }

@@ -163,6 +163,31 @@ async fn s4_grammars_are_made_a_few_at_a_time_and_nobody_else_waits_for_them() {
 }
 
 #[tokio::test]
+async fn s1_a_web_page_of_another_site_starts_and_reads_nothing() {
+    let server = Server::plain().await;
+    let body = r#"{"messages":[{"role":"user","content":"hi"}]}"#;
+    let from_page = |kind: &str| {
+        let length = body.len();
+        format!(
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\norigin: https://example.com\r\n{kind}content-length: {length}\r\n\r\n{body}"
+        )
+    };
+    // What a browser sends without asking first.
+    for kind in ["", "content-type: text/plain\r\n", "content-type: application/x-www-form-urlencoded\r\n"] {
+        let answer = server.raw(from_page(kind).as_bytes()).await;
+        assert_eq!((answer.status, &*answer.code()), (415, "unsupported_media_type"), "{kind}");
+    }
+    assert_eq!(server.script.seen().requests.len(), 0);
+    let ask = "OPTIONS /v1/chat/completions HTTP/1.1\r\nhost: x\r\norigin: https://example.com\r\naccess-control-request-method: POST\r\n\r\n";
+    let asked = server.raw(ask.as_bytes()).await;
+    let answered = server.raw(from_page("content-type: application/json\r\n").as_bytes()).await;
+    assert_eq!((asked.status, answered.status), (405, 200), "who sends JSON without asking is no browser");
+    for answer in [asked, answered] {
+        assert!(!answer.head.to_ascii_lowercase().contains("access-control"), "{}", answer.head);
+    }
+}
+
+#[tokio::test]
 async fn a16_a_slow_head_has_a_deadline() {
     let config = ApiConfig { header_timeout: Duration::from_millis(200), ..ApiConfig::default() };
     let server = Server::start(Script::default(), config).await;
