@@ -36,7 +36,8 @@ kernel_args!(SlotArg);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     slots: Vec<(StateKind, SlotArg)>,
-    /// Bytes of rings and fixed blocks, whole pieces.
+    /// Bytes of rings and fixed blocks, which a checkpoint copies, and in whole pieces.
+    kept: usize,
     fixed: usize,
     /// Tokens of a block of the growing slots, and its bytes.
     block_tokens: usize,
@@ -95,14 +96,14 @@ impl Layout {
             ));
             *at = (*at + rows * row_bytes(kind)).next_multiple_of(if each(kind).is_some() { 16 } else { 256 });
         }
-        let fixed = fixed.next_multiple_of(piece);
+        let (kept, fixed) = (fixed, fixed.next_multiple_of(piece));
         for (kind, slot) in &mut slots {
             if each(kind).is_some() {
                 slot.offset += i64::try_from(fixed).ok()?;
                 slot.block_stride = i64::try_from(growing).ok()?;
             }
         }
-        Some(Self { slots, fixed, block_tokens, block_bytes: growing, piece })
+        Some(Self { slots, kept, fixed, block_tokens, block_bytes: growing, piece })
     }
 
     /// Bytes, in whole pieces, that `tokens` tokens need from the bank's base.
@@ -234,11 +235,11 @@ impl CudaBank {
 
     pub(super) fn checkpoint(&self, device: &CudaDevice, tokens: usize) -> Result<CudaCheckpoint, DeviceError> {
         assert!(tokens <= self.tokens, "a checkpoint at {tokens} of a bank of {} tokens", self.tokens);
-        let len = if tokens == 0 { 0 } else { self.layout.fixed };
+        let len = if tokens == 0 { 0 } else { self.layout.kept };
         let copy = Memory::new(device.context(), len).map_err(|e| refusal("checkpoint", &e, len))?;
         if len > 0 {
             #[allow(unsafe_code, reason = "a copy on the device")]
-            // SAFETY: both are `fixed` bytes, the bank's committed since it has tokens.
+            // SAFETY: both are `kept` bytes, the bank's committed since it has tokens.
             unsafe { device.stream().copy(copy.start(), self.base, len) }.or_fatal("checkpoint");
         }
         Ok(CudaCheckpoint { copy, tokens })
@@ -250,7 +251,7 @@ impl CudaBank {
         self.trim(tokens);
         if !checkpoint.copy.is_empty() {
             #[allow(unsafe_code, reason = "a copy on the device")]
-            // SAFETY: both are `fixed` bytes, the bank's committed since it has tokens.
+            // SAFETY: both are `kept` bytes, the bank's committed since it has tokens.
             unsafe { device.stream().copy(self.base, checkpoint.copy.start(), checkpoint.copy.len()) }
                 .or_fatal("rewind");
         }
