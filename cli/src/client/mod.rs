@@ -94,10 +94,7 @@ fn no_worker(dir: &Path, error: &anyhow::Error) -> anyhow::Error {
     }
     Failure::error(
         EXIT_PEER,
-        format!(
-            "no worker answers in {}: {error:#}\nStart one with `ds4 serve`, or name a running one with --url or --runtime-dir.",
-            dir.display()
-        ),
+        format!("{error:#}\nStart one with `ds4 serve`, or name a running one with --url or --runtime-dir.",),
     )
 }
 
