@@ -61,22 +61,15 @@ __device__ __forceinline__ uint4 weights(const uint16_t* p, bool is) {
     return v;
 }
 
-// What a warp found for a chunk of `8 * NB` outputs and `8 * HALVES` rows.
-template <int NB, int HALVES>
-struct Sums {
-    float acc[NB][2 * HALVES][32];
-};
-
-// Adds up the chunks in order: `sums` gives a chunk's. acc[.][k] of lane 4 * g + t is output 2 * t + k % 2 of row g + 8 * (k / 2).
-template <int NB, int HALVES, class Found, class Scale>
-__device__ __forceinline__ void add_up(Found sums, int chunks, Scale scale, int o0, const Member& m, int row0, int rows) {
-    for (int i = threadIdx.y * 32 + threadIdx.x; i < 64 * NB * HALVES; i += blockDim.y * 32) {
-        const int r = i / (8 * NB), n = i % (8 * NB), o = o0 + n, row = row0 + r;
+// Adds up the chunks in order, for `O` outputs and at most `most` rows: `sum` is what was found of a chunk for a row and an output.
+template <int O, class Sum, class Scale>
+__device__ __forceinline__ void add_up(Sum sum, int chunks, Scale scale, int o0, const Member& m, int row0, int rows, int most) {
+    for (int i = threadIdx.y * 32 + threadIdx.x; i < O * most; i += blockDim.y * 32) {
+        const int r = i / O, n = i % O, o = o0 + n, row = row0 + r;
         if (o >= m.outputs || row >= rows) continue;
-        const int k = r / 8 * 2 + n % 2, at = r % 8 * 4 + n % 8 / 2;
         float v = 0.0f;
 #pragma unroll 8
-        for (int c = 0; c < chunks; c++) v = __fmaf_rn(scale(c, r), sums(c).acc[n / 8][k][at], v);
+        for (int c = 0; c < chunks; c++) v = __fmaf_rn(scale(c, r), sum(c, r, n), v);
         m.out[int64_t(row) * m.stride + o] = v;
     }
 }
@@ -87,7 +80,7 @@ __device__ __forceinline__ void add_up(Found sums, int chunks, Scale scale, int 
 // `after_previous`). Their sums are done when they wait. Compressors of 8.4 MB after a product of 6.7: 3.6 us more for one row, where a warp
 // that held its weights in registers took 7.4.
 
-constexpr int SLOT = GROUPS * 32;  // a chunk of eight outputs, 16 bytes a lane; when it is done with, its sums lie there
+constexpr int SLOT = GROUPS * 32;  // a chunk of eight outputs, 16 bytes a lane
 
 // Where piece `i` of output `o` lies in a slot: a row's pieces together, so that a warp's copy has whole lines; lanes that read pieces of two
 // rows meet in no bank.
@@ -97,31 +90,37 @@ __device__ __forceinline__ void copy16(uint4* to, const void* from, bool is) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(is ? 16 : 0) : "memory");
 }
 
-// A block has 8 outputs for each of its blockDim.z slices, whose blockDim.y warps have every blockDim.y-th chunk. All weights of a block
-// are asked for at once, before its inputs are there; each warp has its own. Dynamic shared memory: slots of each slice's chunks, 8 scales of
-// each, and GROUPS * 4 * PARTS * rows pieces of each warp.
+// A block has 8 outputs for each of its blockDim.z slices, whose blockDim.y warps have every blockDim.y-th chunk. A warp has `held` slots,
+// for which it asks before its inputs are there; with fewer than its chunks, further chunks follow in them. Dynamic shared memory: slots and
+// GROUPS * 4 * PARTS * rows pieces of each warp; of each slice's chunks and rows a scale and 8 sums.
 template <class T>
-__device__ __forceinline__ void few(const Members& m, const float* x, int rows, int beside) {
+__device__ __forceinline__ void few(const Members& m, const float* x, int rows, int held, int beside) {
     extern __shared__ uint4 shared[];
     const int lane = threadIdx.x, g = lane >> 2, t = lane & 3, cols = m.cols, chunks = (cols + CHUNK - 1) / CHUNK;
-    uint4* slots = shared + threadIdx.z * chunks * SLOT;
-    float* scale = reinterpret_cast<float*>(shared + blockDim.z * chunks * SLOT);
-    uint4* pieces = reinterpret_cast<uint4*>(scale + blockDim.z * chunks * 8) + (threadIdx.z * blockDim.y + threadIdx.y) * GROUPS * 4 * T::PARTS * rows;
-    scale += threadIdx.z * chunks * 8;
+    const int warp = threadIdx.z * blockDim.y + threadIdx.y, warps = blockDim.z * blockDim.y, in_pieces = GROUPS * 4 * T::PARTS * rows;
+    uint4* slots = shared + warp * held * SLOT;
+    uint4* pieces = shared + warps * held * SLOT + warp * in_pieces;
+    float* scale = reinterpret_cast<float*>(shared + warps * (held * SLOT + in_pieces)) + threadIdx.z * chunks * rows * 9;
+    float* sums = scale + chunks * rows;
     int tile = blockIdx.x;
     const Member& member = m.all[member_of(m, 8 * blockDim.z, tile)];
     const int outputs = member.outputs, o0 = (tile * blockDim.z + threadIdx.z) * 8;
     const uint16_t* from = member.w + 8 * lane;
-    for (int c = threadIdx.y; c < chunks; c += blockDim.y) {
-        const int k = c * CHUNK;
-#pragma unroll
-        for (int o = 0; o < 8; o++) copy16(slots + c * SLOT + place(o, lane), from + int64_t(min(o0 + o, outputs - 1)) * cols + k, k + 8 * lane < cols);
+    int next = threadIdx.y, into = 0;
+    const auto fetch = [&]() {
+        const int k = next * CHUNK;
+#pragma unroll 4
+        for (int o = 0; o < 8; o++) copy16(slots + into * SLOT + place(o, lane), from + int64_t(min(o0 + o, outputs - 1)) * cols + k, k + 8 * lane < cols);
         asm volatile("cp.async.commit_group;" ::: "memory");
-    }
+        next += blockDim.y;
+        if (++into == held) into = 0;
+    };
+    for (int i = 0; i < held && next < chunks; i++) fetch();
     if (!beside) after_previous();
     x += member.from;
     // Rows that do not exist are the last one again: nothing of them is kept.
     const uint4* mine = pieces + min(g, rows - 1) * 4 + t;
+    int slot = 0;
     for (int c = threadIdx.y; c < chunks; c += blockDim.y) {
         const int k = c * CHUNK + 8 * lane;
         for (int r = 0; r < rows; r += 2) {
@@ -137,19 +136,18 @@ __device__ __forceinline__ void few(const Members& m, const float* x, int rows, 
                 split8<T>(v[q][0], v[q][1], up, part);
 #pragma unroll
                 for (int p = 0; p < T::PARTS; p++) pieces[((p * GROUPS + g) * rows + r + q) * 4 + t] = part[p];
-                if (lane == 0) scale[c * 8 + r + q] = down;
+                if (lane == 0) scale[c * rows + r + q] = down;
             }
         }
-        // All chunks after this one but the next have to come too, which costs nothing where there are two.
-        if (c + blockDim.y < chunks) asm volatile("cp.async.wait_group 1;" ::: "memory");
+        // Of those that are on their way, all but the newest have to come.
+        if (held > 1 && c + blockDim.y < chunks) asm volatile("cp.async.wait_group 1;" ::: "memory");
         else asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncwarp();
-        uint4* slot = slots + c * SLOT;
         float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) {
             if (c * CHUNK + i * GROUP >= cols) break;
-            const uint4 w = slot[place(g, 4 * i + t)];
+            const uint4 w = slots[slot * SLOT + place(g, 4 * i + t)];
 #pragma unroll
             for (int p = 0; p < T::PARTS; p++) {
                 const uint4 a = mine[(p * GROUPS + i) * 4 * rows];
@@ -158,14 +156,16 @@ __device__ __forceinline__ void few(const Members& m, const float* x, int rows, 
             }
         }
         __syncwarp();
-        Sums<1, 1>& sums = *reinterpret_cast<Sums<1, 1>*>(slot);
+        if (next < chunks) fetch();
+        if (++slot == held) slot = 0;
+        if (g < rows)
 #pragma unroll
-        for (int q = 0; q < 2; q++) sums.acc[0][q][lane] = acc[q];
+            for (int q = 0; q < 2; q++) sums[(c * rows + g) * 8 + 2 * t + q] = acc[q];
     }
     if (beside) after_previous();
     __syncthreads();
-    const auto found = [&](int c) -> const Sums<1, 1>& { return *reinterpret_cast<const Sums<1, 1>*>(slots + c * SLOT); };
-    add_up<1, 1>(found, chunks, [&](int c, int r) { return scale[c * 8 + r]; }, o0, member, 0, rows);
+    const auto sum = [&](int c, int r, int n) { return sums[(c * rows + r) * 8 + n]; };
+    add_up<8>(sum, chunks, [&](int c, int r) { return scale[c * rows + r]; }, o0, member, 0, rows, rows);
 }
 
 // ---- more rows: activations split once ----
@@ -205,7 +205,7 @@ __device__ __forceinline__ void some(const Members& m, const uint4* pieces, cons
     const int lane = threadIdx.x, g = lane >> 2, t = lane & 3, cols = m.cols;
     const int chunks = (cols + CHUNK - 1) / CHUNK, groups = (cols + GROUP - 1) / GROUP;
     const int all_chunks = (m.width + CHUNK - 1) / CHUNK, all_groups = (m.width + GROUP - 1) / GROUP;
-    Sums<NB, 2>* sums = reinterpret_cast<Sums<NB, 2>*>(shared) + threadIdx.z * chunks;
+    float* sums = reinterpret_cast<float*>(shared) + threadIdx.z * chunks * NB * 4 * 32;
     int tile = blockIdx.x;
     const Member& member = m.all[member_of(m, 8 * NB * blockDim.z, tile)];
     const int o0 = (tile * blockDim.z + threadIdx.z) * 8 * NB;
@@ -244,12 +244,14 @@ __device__ __forceinline__ void some(const Members& m, const uint4* pieces, cons
 #pragma unroll
         for (int n = 0; n < NB; n++)
 #pragma unroll
-            for (int q = 0; q < 4; q++) sums[c].acc[n][q][lane] = acc[n][q];
+            for (int q = 0; q < 4; q++) sums[((c * NB + n) * 4 + q) * 32 + lane] = acc[n][q];
     }
     if (!waited || beside) after_previous();
     __syncthreads();
     const float* by = scale + (int64_t(blockIdx.y) * all_chunks + member.from / CHUNK) * 16;
-    add_up<NB, 2>([&](int c) -> const Sums<NB, 2>& { return sums[c]; }, chunks, [&](int c, int r) { return by[c * 16 + r]; }, o0, member, blockIdx.y * 16, rows);
+    // acc[k] of lane 4 * g + t is output 2 * t + k % 2 of row g + 8 * (k / 2).
+    const auto sum = [&](int c, int r, int n) { return sums[((c * NB + n / 8) * 4 + r / 8 * 2 + n % 2) * 32 + r % 8 * 4 + n % 8 / 2]; };
+    add_up<8 * NB>(sum, chunks, [&](int c, int r) { return by[c * 16 + r]; }, o0, member, blockIdx.y * 16, rows, 16);
 }
 
 // A block has ROWS rows and OUTS outputs, a warp 16 * MT by 8 * NT of them. STAGES groups of columns are in shared memory or on their way;
@@ -384,8 +386,8 @@ __device__ __forceinline__ void many(const Members& m, const uint4* pieces, cons
 // The kernels of a type. Of `many` by how much a launch has to do: shared memory of two blocks of the largest on a multiprocessor of 228 KiB,
 // of one on sm_121.
 #define KERNELS(T)                                                                                                                          \
-    extern "C" __global__ void __launch_bounds__(512) dense_few_##T(Members m, const float* x, int rows, int beside) {                      \
-        few<T>(m, x, rows, beside);                                                                                                         \
+    extern "C" __global__ void __launch_bounds__(512) dense_few_##T(Members m, const float* x, int rows, int held, int beside) {            \
+        few<T>(m, x, rows, held, beside);                                                                                                       \
     }                                                                                                                                       \
     extern "C" __global__ void __launch_bounds__(512) dense_split_##T(const float* x, int cols, int rows, uint4* pieces, float* scale) {    \
         after_previous();                                                                                                                   \

@@ -58,6 +58,8 @@ pub fn run_operations<D: Device>(device: &D, bounds: Bounds) {
         suite.batches(ty, &[8200, 24, 1], 264, 260);
         // Columns that are no whole loads.
         suite.batches(ty, &[600, 48], 260, 150);
+        // More columns than a block has room for at once.
+        suite.batches(ty, &[16], 6152, 150);
     }
     [T::F32, T::F16, T::BF16].into_iter().for_each(|ty| suite.lone_values(ty));
     suite.groups();

@@ -19,9 +19,11 @@ const TILE: usize = 16;
 const BLOCK: usize = 64;
 /// Most rows of the kernel that splits activations where it uses them: with more, a launch that does it for all blocks costs less.
 const FEW: usize = 4;
-/// Most bytes of shared memory for sums, and of a block that has all its weights there.
+/// Most bytes of shared memory for sums, of a block that has its weights there, and of a multiprocessor, of which each block takes some more.
 const MOST_SUMS: usize = 64 * 1024;
 const MOST_WEIGHTS: usize = 99 * 1024;
+const MULTIPROCESSOR: usize = 228 * 1024;
+const RESERVED: usize = 1024;
 
 /// `Member` in dense.cu.
 #[repr(C)]
@@ -81,8 +83,8 @@ fn has_kernel(ty: GgmlType, cols: usize) -> bool {
 /// How a product is launched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kernel {
-    /// All rows, 8 outputs for each of `slices`, whose chunks `warps` warps share.
-    Few { warps: usize, slices: usize },
+    /// All rows, 8 outputs for each of `slices`, whose chunks `warps` warps share; each has room for the weights of `held` chunks.
+    Few { warps: usize, slices: usize, held: usize },
     /// 16 rows, 16 outputs for each of `slices`, after a kernel that splits the activations.
     Some { warps: usize, slices: usize },
     /// Blocks of `rows` by `outputs`, after that kernel too.
@@ -101,18 +103,22 @@ impl Kernel {
             let warps = chunks.min(together);
             (warps, (together / warps).max(1))
         };
-        let few = [16, 8].map(|together| {
-            let (warps, slices) = shares(together);
-            Self::Few { warps, slices }
-        });
-        let few = &few[usize::from(units > multiprocessors)..];
-        if let Some(few) = few.iter().find(|few| rows <= FEW && few.shared(parts, rows, chunks) <= MOST_WEIGHTS) {
-            return *few;
+        // More rows of many outputs cost less where activations are split once.
+        if rows <= if 2 * units <= 3 * multiprocessors { FEW } else { 2 } {
+            let (warps, slices) = shares(if units <= multiprocessors && rows == 1 { 16 } else { 8 });
+            let all = Self::Few { warps, slices, held: chunks.div_ceil(warps) };
+            let at_once = multiprocessors * (MULTIPROCESSOR / (all.shared(parts, rows, chunks) + RESERVED));
+            // Weights that have no room all at once come faster in more and smaller blocks.
+            let fits = all.shared(parts, rows, chunks) <= MOST_WEIGHTS && all.blocks(rows, outputs)[0] <= at_once;
+            let few = if fits { all } else { Self::Few { warps, slices, held: 1 } };
+            if few.shared(parts, rows, chunks) <= MOST_WEIGHTS {
+                return few;
+            }
         }
         let (warps, slices) = shares(if units <= multiprocessors && !beside { 16 } else { 8 });
         let some = Self::Some { warps, slices };
         // Where weights are read for many rows more than once, tiles of them are faster.
-        if units <= 5 * multiprocessors && some.shared(parts, rows, chunks) <= MOST_SUMS {
+        if (rows <= TILE || units <= 5 * multiprocessors) && some.shared(parts, rows, chunks) <= MOST_SUMS {
             return some;
         }
         let large = [
@@ -127,8 +133,8 @@ impl Kernel {
     /// Bytes of shared memory of a block.
     fn shared(self, parts: usize, rows: usize, chunks: usize) -> usize {
         match self {
-            Self::Few { warps, slices } => {
-                slices * (chunks * (8 * CHUNK * 2 + 8 * 4) + warps * rows * parts * CHUNK * 2)
+            Self::Few { warps, slices, held } => {
+                slices * (warps * (held * 8 + rows * parts) * CHUNK * 2 + chunks * rows * 9 * 4)
             }
             Self::Some { slices, .. } => slices * chunks * 2 * 4 * 32 * 4,
             Self::Many { rows, outputs, stages, .. } => stages * 2 * GROUP * (outputs + parts * rows),
@@ -261,10 +267,10 @@ fn launch(d: &CudaDevice, x: &CudaBuffer, cols: usize, members: &[MemberArg], pr
         let (from, n) = (x.start(), int(rows));
         let [pieces, scale] = prepared.split.unwrap_or_default();
         match kernel {
-            Kernel::Few { warps, slices } => {
-                let block = [32, dim(warps), dim(slices)];
+            Kernel::Few { warps, slices, held } => {
+                let (block, held) = ([32, dim(warps), dim(slices)], int(held));
                 let name = format!("dense_few_{ty}");
-                d.launch(File::Dense, &name, grid, block, shared, &[&arg, &from, &n, &beside]);
+                d.launch(File::Dense, &name, grid, block, shared, &[&arg, &from, &n, &held, &beside]);
             }
             Kernel::Some { warps, slices } => {
                 let block = [32, dim(warps), dim(slices)];
@@ -297,7 +303,7 @@ mod tests {
                         assert!(shared <= MAX_SHARED, "{kernel:?}, {cols} columns: {shared} bytes");
                         let [across, down] = kernel.blocks(rows, outputs);
                         let (each, high, threads) = match kernel {
-                            Kernel::Few { warps, slices } => (8 * slices, rows, warps * slices * 32),
+                            Kernel::Few { warps, slices, .. } => (8 * slices, rows, warps * slices * 32),
                             Kernel::Some { warps, slices } => (16 * slices, TILE, warps * slices * 32),
                             Kernel::Many { outputs, rows, threads, .. } => (outputs, rows, threads as usize),
                         };
@@ -314,15 +320,13 @@ mod tests {
     fn a_launch_is_chosen_by_how_often_weights_are_read_and_how_many_blocks_there_are() {
         let of = |rows, outputs: &[usize]| Kernel::of(2, rows, 4096, outputs, 132, false);
         let group = [1024, 1024, 256, 256, 64];
-        assert_eq!(of(1, &[256]), Kernel::Few { warps: 16, slices: 1 });
-        assert_eq!(Kernel::of(2, 1, 4096, &[512, 512], 132, true), Kernel::Few { warps: 16, slices: 1 });
-        assert_eq!(of(4, &group), Kernel::Few { warps: 8, slices: 1 });
-        assert_eq!(Kernel::of(3, 2, 4096, &group, 132, false), Kernel::Few { warps: 8, slices: 1 });
-        assert_eq!(Kernel::of(2, 1, 1024, &[8192], 132, false), Kernel::Few { warps: 4, slices: 2 });
-        assert!(
-            !matches!(Kernel::of(2, 1, 16384, &[24], 132, false), Kernel::Few { .. }),
-            "more than a block has room for"
-        );
+        let few = |warps, slices, held| Kernel::Few { warps, slices, held };
+        assert_eq!([of(1, &[256]), of(4, &[256]), of(1, &group)], [few(16, 1, 1), few(8, 1, 2), few(8, 1, 2)]);
+        assert_eq!([of(2, &group), of(4, &group), of(1, &[4096])], [few(8, 1, 1); 3]);
+        assert_eq!(Kernel::of(2, 1, 4096, &[512, 512], 132, true), few(16, 1, 1));
+        assert_eq!(Kernel::of(2, 1, 1024, &[8192], 132, false), few(4, 2, 1));
+        assert_eq!(Kernel::of(2, 1, 16384, &[24], 132, false), few(16, 1, 1));
+        assert_eq!([of(3, &[4096]), of(16, &[32768])], [Kernel::Some { warps: 8, slices: 1 }; 2]);
         assert_eq!([of(5, &[512, 512]), of(512, &[256])], [16, 8].map(|warps| Kernel::Some { warps, slices: 1 }));
         let size = |kernel| match kernel {
             Kernel::Many { rows, outputs, .. } => [rows, outputs],
