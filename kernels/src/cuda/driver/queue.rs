@@ -26,9 +26,9 @@ use super::{Context, CudaError, Graph, Stream};
 const SEGMENT: (usize, usize) = (8, 512);
 /// Shorter runs are not worth a graph.
 const MIN_GRAPH: usize = 8;
-/// Most operations of all graphs. A graph takes 2.7 KB of the device for each of its launches, so that they take 64 MiB: 22 steps of Flash.
-/// Steps are others for every number of rows and for each of the 24 depths of 65,536 tokens; what was not used for longest is forgotten.
-const MAX_RECORDED: usize = (64 << 20) / 2700;
+/// Most bytes of the device that all graphs take, by [`bytes`]: some 18 steps of Flash. Steps are others for every number of rows and for each
+/// of the 24 depths of 65,536 tokens; what was not used for longest is forgotten.
+const MAX_RECORDED: usize = 64 << 20;
 /// Most runs that were seen once: more are forgotten, all at once.
 const MAX_SEEN: usize = 4096;
 
@@ -37,6 +37,12 @@ const MAX_SEEN: usize = 4096;
 /// some 5 µs, so it is always several times longer busy than the host needs for the next ones.
 fn segment(started: usize) -> usize {
     started.clamp(SEGMENT.0, SEGMENT.1)
+}
+
+/// Bytes of the device that a graph of so many operations takes, by those that graphs of 8 to 512 launches took on an H200 (130 KiB, 256 for
+/// 64, 1,344 for 512), and twice that of the host. The driver keeps what forgotten ones had for the next ones.
+fn bytes(operations: usize) -> usize {
+    (112 << 10) + operations * 2450
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,7 +161,7 @@ struct State {
     work: Work,
     /// By the hashes of their works; of two with one hash, the later one.
     graphs: HashMap<u64, Recorded>,
-    /// Operations of all graphs.
+    /// Bytes that all graphs take.
     recorded: usize,
     /// Replays so far.
     replays: u64,
@@ -180,19 +186,19 @@ impl State {
 
     fn insert(&mut self, hash: u64, work: Work, graph: Graph) {
         self.forget(hash);
-        let most = MAX_RECORDED.saturating_sub(work.nodes.len());
+        let most = MAX_RECORDED.saturating_sub(bytes(work.nodes.len()));
         while self.recorded > most
             && let Some(oldest) = self.graphs.iter().min_by_key(|(_, r)| r.used).map(|(hash, _)| *hash)
         {
             self.forget(oldest);
         }
-        self.recorded += work.nodes.len();
+        self.recorded += bytes(work.nodes.len());
         self.replays += 1;
         self.graphs.insert(hash, Recorded { work, graph, used: self.replays });
     }
 
     fn forget(&mut self, hash: u64) {
-        self.recorded -= self.graphs.remove(&hash).map_or(0, |r| r.work.nodes.len());
+        self.recorded -= self.graphs.remove(&hash).map_or(0, |r| bytes(r.work.nodes.len()));
     }
 
     fn forget_all(&mut self) {
