@@ -55,7 +55,7 @@ pub fn run_operations<D: Device>(device: &D, bounds: Bounds) {
     }
     // Enough for the kernels with the largest tiles; columns that are not whole tiles of anything.
     for ty in [T::F16, T::BF16] {
-        suite.batches(ty, &[8200, 24, 1], 264, 260);
+        suite.batches(ty, &[5200, 24, 1], 264, 260);
         // Columns that are no whole loads.
         suite.batches(ty, &[600, 48], 260, 150);
         // More columns than a block has room for at once.

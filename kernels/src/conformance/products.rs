@@ -67,7 +67,7 @@ impl<D: Device> Suite<'_, D> {
     /// Rows of one value: the product of two numbers. In sums of many, activations that lack their last bits are not seen.
     pub(super) fn lone_values(&self, ty: GgmlType) {
         let mut rng = self.random(13);
-        let (outputs, cols) = (2100, 520);
+        let (outputs, cols) = (700, 520);
         let bytes = rng.weights(ty, outputs, cols);
         let w = self.weight(ty, outputs, cols, &bytes);
         let mut floats = vec![0.0; outputs * cols];
