@@ -50,15 +50,30 @@ pub fn total() -> usize {
     usize::try_from(number("FAKE_CUDA_TOTAL_MIB", 1024)).unwrap_or(0) << 20
 }
 
+/// 90, or 121.
+pub fn architecture() -> u32 {
+    if number("FAKE_CUDA_ARCH", 90) == 121 { 121 } else { 90 }
+}
+
+/// Bytes of shared memory that a block may have when it is asked for.
+pub fn shared() -> usize {
+    if architecture() == 90 { 227 << 10 } else { 99 << 10 }
+}
+
 /// The numbers of CUdevice_attribute.
 pub fn attribute(attribute: c_int) -> c_int {
     match attribute {
-        // Multiprocessors; compute capability 9.0.
-        16 => 132,
-        75 => 9,
-        76 => 0,
-        // Shared memory of a block, opted in.
-        97 => 227 << 10,
+        // Multiprocessors of an H200 or a GB10; compute capability.
+        16 => {
+            if architecture() == 90 {
+                132
+            } else {
+                48
+            }
+        }
+        75 => architecture().cast_signed() / 10,
+        76 => architecture().cast_signed() % 10,
+        97 => c_int::try_from(shared()).unwrap_or(0),
         18 => small("FAKE_CUDA_INTEGRATED", 0),
         // Virtual memory management, POSIX descriptors.
         102 | 103 => small("FAKE_CUDA_VMM", 1),

@@ -11,8 +11,6 @@ const NO_BINARY_FOR_GPU: Code = 209;
 
 const MAGIC: u32 = 0xba55_ed50;
 const MACHINE_CODE: u16 = 2;
-/// Of the card: compute capability 9.0.
-const ARCHITECTURE: u32 = 90;
 /// Attributes: one parameter's place and size; most threads of a block.
 const PARAMETER: u8 = 0x17;
 const MAX_THREADS: u8 = 0x05;
@@ -74,13 +72,13 @@ pub fn len(header: &[u8; 16]) -> Result<usize, Code> {
     header.size(8)?.checked_add(usize::from(header.u16(6)?)).ok_or(INVALID_IMAGE)
 }
 
-/// The kernels for this card.
-pub fn kernels(image: &[u8]) -> Result<Vec<Kernel>, Code> {
+/// The kernels for cards of an architecture.
+pub fn kernels(image: &[u8], architecture: u32) -> Result<Vec<Kernel>, Code> {
     let image = Bytes(image);
     let mut at = usize::from(image.u16(6)?);
     while at < image.0.len() {
         let (header, size) = (word(image.u32(at + 4)?)?, image.size(at + 8)?);
-        if image.u16(at)? == MACHINE_CODE && image.u32(at + 28)? == ARCHITECTURE {
+        if image.u16(at)? == MACHINE_CODE && image.u32(at + 28)? == architecture {
             return of_elf(image.part(at + header, size)?);
         }
         at = at.checked_add(header).and_then(|a| a.checked_add(size)).ok_or(INVALID_IMAGE)?;

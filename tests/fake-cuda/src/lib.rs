@@ -19,6 +19,7 @@
 //! | `FAKE_CUDA_DEVICES` | number of devices, 0 or 1 (1) |
 //! | `FAKE_CUDA_UUID` | every byte of the UUID, decimal (17) |
 //! | `FAKE_CUDA_INTEGRATED`, `FAKE_CUDA_VMM` | attributes, 0 or 1 (0, 1) |
+//! | `FAKE_CUDA_ARCH` | 90, as an H200, or 121, as a GB10: multiprocessors, shared memory, and which machine code is read (90) |
 //! | `FAKE_CUDA_VERSION` | what cuDriverGetVersion says (13000) |
 //! | `FAKE_CUDA_FAIL` | `function:n:code,…`: the n-th call of a function in a process fails; 700 and above stay |
 //! | `FAKE_CUDA_COPY_US` | every copy takes at least this many microseconds |
@@ -437,6 +438,12 @@ pub extern "C" fn cuMemFree_v2(at: u64) -> c_int {
         state.say(ran);
         state.memory.free_plain(at)
     })
+}
+
+/// Nothing takes time here.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuEventElapsedTime_v2(to: *mut f32, _start: u64, _end: u64) -> c_int {
+    call("cuEventElapsedTime_v2", true, |_| put(to, 0.001))
 }
 
 /// A copy between device and host.

@@ -120,7 +120,7 @@ impl Memory {
         }
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let at = map_at(null_mut(), size, libc::PROT_READ | libc::PROT_WRITE, flags, -1)?;
-        soil(at, size);
+        soil(at, size.min(SMALL));
         self.plain += size;
         self.mapped.insert(at as u64, Mapping { size, fd: -1, access: 3 });
         Ok(at as u64)

@@ -6,14 +6,13 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use crate::image::{self, Kernel};
 use crate::kernels::Work;
 use crate::streams::Op;
-use crate::{Code, INVALID_HANDLE, INVALID_VALUE, call, put};
+use crate::{Code, INVALID_HANDLE, INVALID_VALUE, call, card, put};
 
 const NOT_FOUND: Code = 500;
 /// Numbers of CUfunction_attribute.
 const SHARED_SIZE: c_int = 1;
 const MAX_DYNAMIC_SHARED: c_int = 8;
-/// Shared memory of a block, opted in, and without.
-const MAX_SHARED: usize = 227 << 10;
+/// Shared memory that a block may have without asking.
 const USUAL_SHARED: usize = 48 << 10;
 
 struct Function {
@@ -75,7 +74,7 @@ pub unsafe extern "C" fn cuModuleLoadData(to: *mut u64, image: *const c_void) ->
         // SAFETY: a fatbin is as long as its header says.
         let image = unsafe { std::slice::from_raw_parts(image.cast::<u8>(), image::len(&header)?) };
         let id = state.modules.next();
-        state.modules.modules.insert(id, image::kernels(image)?);
+        state.modules.modules.insert(id, image::kernels(image, card::architecture())?);
         put(to, id)
     })
 }
@@ -132,7 +131,7 @@ pub extern "C" fn cuFuncSetAttribute(function: u64, attribute: c_int, value: c_i
     call("cuFuncSetAttribute", true, |state| {
         let function = state.modules.function(function)?;
         let value = usize::try_from(value).map_err(|_| INVALID_VALUE)?;
-        if attribute != MAX_DYNAMIC_SHARED || value + function.kernel.shared > MAX_SHARED {
+        if attribute != MAX_DYNAMIC_SHARED || value + function.kernel.shared > card::shared() {
             return Err(INVALID_VALUE);
         }
         function.dynamic = value;
