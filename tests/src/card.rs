@@ -92,12 +92,21 @@ impl Card {
         if std::env::var_os("FAKE_CUDA_TAG").is_some() {
             return true;
         }
+        let (code, said) = self.run_test(name);
+        assert!(code == Some(0) && said.contains("1 passed"), "{said}");
+        assert_eq!(self.held(), (0, 0));
+        false
+    }
+
+    /// Exit code and output of this test binary's test `name` in a process that has the card.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn run_test(&self, name: &str) -> (Option<i32>, String) {
         let mut command = Command::new(std::env::current_exe().expect("own path"));
         let output = self.give(&mut command).args(["--exact", name, "--nocapture"]).output().expect("the test again");
         let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success() && said.contains("1 passed"), "{said}");
-        assert_eq!(self.held(), (0, 0));
-        false
+        (output.status.code(), said)
     }
 
     /// Gives a process that is to be started the card.
