@@ -107,7 +107,7 @@ class Served:
         return self.start_worker(*flags).wait_for("ready in")
 
     def start_worker(self, *flags, **environment):
-        port = 20000 + time.monotonic_ns() // 1000 % 20000
+        port = 20000 + time.monotonic_ns() // 1000 % 12000
         self.url = f"http://127.0.0.1:{port}"
         return Process(
             "ds4-worker", "--runtime-dir", self.dir, "--http", f"127.0.0.1:{port}",

@@ -150,7 +150,7 @@ class Supervised:
 
     def __init__(self, model):
         self.dir = Path(tempfile.mkdtemp(prefix="s", dir=WORK))
-        port = 20000 + time.monotonic_ns() // 1000 % 20000
+        port = 20000 + time.monotonic_ns() // 1000 % 12000
         self.url = f"http://127.0.0.1:{port}"
         self.process = Process(
             "ds4", "serve", "--model", model, "--backend", BACKEND, "--allow-dev-models", "--http", f"127.0.0.1:{port}",

@@ -83,7 +83,7 @@ fn serve(engine: &EngineHandle, requests: usize, tokens: usize) -> Vec<Result<us
 
 /// A card whose processes find the fixtures, and serve this model.
 fn card(model: &str) -> Card {
-    let card = Card::new().logged().with("FAKE_CUDA_PAGEABLE", 1).with("MODEL", model);
+    let card = Card::new().logged().with("FAKE_CUDA_PAGEABLE", 1).with("FAKE_CUDA_TEST_MODEL", model);
     card.with("DS4_FIXTURES", concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures"))
 }
 
@@ -91,7 +91,7 @@ fn card(model: &str) -> Card {
 fn a_served_token_costs_a_plan_graphs_and_one_summary() {
     let name = "a_served_token_costs_a_plan_graphs_and_one_summary";
     // A process each: the last engine's end would be among the calls of the next one.
-    let Ok(model) = std::env::var("MODEL") else {
+    let Ok(model) = std::env::var("FAKE_CUDA_TEST_MODEL") else {
         MODELS.iter().for_each(|model| assert!(!card(model).is_here(name)));
         return;
     };
@@ -130,7 +130,7 @@ fn a_served_token_costs_a_plan_graphs_and_one_summary() {
 #[test]
 fn refused_memory_ends_requests_and_a_lost_device_the_process() {
     let name = "refused_memory_ends_requests_and_a_lost_device_the_process";
-    if let Ok(model) = std::env::var("MODEL") {
+    if let Ok(model) = std::env::var("FAKE_CUDA_TEST_MODEL") {
         let (engine, _) = engine(&model);
         println!("serves");
         let mut failed = 0;

@@ -13,7 +13,7 @@ const ROWS: [usize; 4] = [1, 5, 16, 300];
 #[test]
 fn every_launch_fits_its_kernel_on_both_cards() {
     let name = "every_launch_fits_its_kernel_on_both_cards";
-    if let Ok(family) = std::env::var("FAMILY") {
+    if let Ok(family) = std::env::var("FAKE_CUDA_TEST_FAMILY") {
         let device = CudaDevice::open(0).unwrap();
         // What it computes is nothing, and so is how far that is from what it should be.
         let options = Options { rows: ROWS.into(), size: Size::Flash, seed: 1 };
@@ -24,7 +24,7 @@ fn every_launch_fits_its_kernel_on_both_cards() {
     for architecture in [90, 121] {
         for (family, _) in FAMILIES {
             let card = Card::new().logged().with("FAKE_CUDA_PAGEABLE", 1).with("FAKE_CUDA_TOTAL_MIB", 16_384);
-            let card = card.with("FAKE_CUDA_ARCH", architecture).with("FAMILY", family);
+            let card = card.with("FAKE_CUDA_ARCH", architecture).with("FAKE_CUDA_TEST_FAMILY", family);
             card.is_here(name);
             let calls = card.calls();
             let kernels: BTreeSet<_> = calls.lines().filter_map(|l| l.strip_prefix("cuLaunchKernelEx ")).collect();

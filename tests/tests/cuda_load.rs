@@ -110,11 +110,11 @@ fn a_device_hashes_what_the_cpu_hashes_and_arranges_it_afterwards() {
 fn slabs_of_several_chunks_make_the_hash_of_the_whole() {
     let card = card().with("FAKE_CUDA_TOTAL_MIB", 1200);
     let model = card.model("two-chunks", 1 << 23);
-    let card = card.with("MODEL", model.display());
+    let card = card.with("FAKE_CUDA_TEST_MODEL", model.display());
     if !card.is_here("slabs_of_several_chunks_make_the_hash_of_the_whole") {
         return;
     }
-    let path = PathBuf::from(std::env::var_os("MODEL").unwrap());
+    let path = PathBuf::from(std::env::var_os("FAKE_CUDA_TEST_MODEL").unwrap());
     let (device, chunks) = published(&path, Choice::CudaVmm);
     assert_eq!(chunks.len(), 2);
     drop(chunks);

@@ -335,7 +335,7 @@ fn again<T>(what: &str, mut work: impl FnMut() -> Result<T, ModelError>) -> T {
 #[test]
 fn any_refused_allocation_ends_a_start_or_a_step_and_no_later_one() {
     let name = "any_refused_allocation_ends_a_start_or_a_step_and_no_later_one";
-    if let Ok(model) = std::env::var("MODEL") {
+    if let Ok(model) = std::env::var("FAKE_CUDA_TEST_MODEL") {
         match start_and_serve(&model) {
             Err(ModelError::Device(DeviceError::OutOfMemory { .. })) => println!("refused to a start"),
             other => other.unwrap(),
@@ -343,7 +343,7 @@ fn any_refused_allocation_ends_a_start_or_a_step_and_no_later_one() {
         return;
     }
     for model in MODELS {
-        let card = card().with("MODEL", model);
+        let card = card().with("FAKE_CUDA_TEST_MODEL", model);
         assert_eq!(card.run_test(name).0, Some(0));
         let calls = card.calls();
         let allocations = ["cuMemAlloc_v2 ", "cuMemCreate ", "cuMemAddressReserve ", "cuMemHostAlloc "];
@@ -351,7 +351,7 @@ fn any_refused_allocation_ends_a_start_or_a_step_and_no_later_one() {
         let mut met = Vec::new();
         // Nearly all of a start are those of weights, one like the other.
         for n in (1..=total).filter(|n| n % 16 == 1 || n + 52 > total) {
-            let refusing = self::card().with("MODEL", model).with("DS4_CUDA_REFUSE", n);
+            let refusing = self::card().with("FAKE_CUDA_TEST_MODEL", model).with("DS4_CUDA_REFUSE", n);
             let (ended, said) = refusing.run_test(name);
             assert!(said.contains(&format!("DS4_CUDA_REFUSE={n}: cuMem")), "{n} of {total}: {said}");
             let what = said.lines().find_map(|l| l.strip_prefix("refused to ")).unwrap_or("nobody");

@@ -19,10 +19,9 @@ const TILE: usize = 16;
 const BLOCK: usize = 64;
 /// Most rows of the kernel that splits activations where it uses them: with more, a launch that does it for all blocks costs less.
 const FEW: usize = 4;
-/// Most bytes of shared memory for sums, of a block that has its weights there, and of a multiprocessor, of which each block takes some more.
+/// Most bytes of shared memory for sums, of a block that has its weights there, and what each block takes of a multiprocessor's besides.
 const MOST_SUMS: usize = 64 * 1024;
 const MOST_WEIGHTS: usize = 99 * 1024;
-const MULTIPROCESSOR: usize = 228 * 1024;
 const RESERVED: usize = 1024;
 
 /// `Member` in dense.cu.
@@ -92,8 +91,16 @@ enum Kernel {
 }
 
 impl Kernel {
-    /// For weights of so many `outputs` each. All kernels give the same bits. The bounds are from times on 132 multiprocessors.
-    fn of(parts: usize, rows: usize, cols: usize, outputs: &[usize], multiprocessors: usize, beside: bool) -> Self {
+    /// For weights of so many `outputs` each, on so many multiprocessors, whose largest block may have `room` bytes of shared memory. All
+    /// kernels give the same bits. The bounds are from times on 132 multiprocessors.
+    fn of(
+        parts: usize,
+        rows: usize,
+        cols: usize,
+        outputs: &[usize],
+        (multiprocessors, room): (usize, usize),
+        beside: bool,
+    ) -> Self {
         let chunks = cols.div_ceil(CHUNK);
         let tiles: usize = outputs.iter().map(|n| n.div_ceil(16)).sum();
         let units = tiles * rows.div_ceil(TILE);
@@ -107,7 +114,7 @@ impl Kernel {
         if rows <= if 2 * units <= 3 * multiprocessors { FEW } else { 2 } {
             let (warps, slices) = shares(if units <= multiprocessors && rows == 1 { 16 } else { 8 });
             let all = Self::Few { warps, slices, held: chunks.div_ceil(warps) };
-            let at_once = multiprocessors * (MULTIPROCESSOR / (all.shared(parts, rows, chunks) + RESERVED));
+            let at_once = multiprocessors * ((room + RESERVED) / (all.shared(parts, rows, chunks) + RESERVED));
             // Weights that have no room all at once come faster in more and smaller blocks.
             let fits = all.shared(parts, rows, chunks) <= MOST_WEIGHTS && all.blocks(rows, outputs)[0] <= at_once;
             let few = if fits { all } else { Self::Few { warps, slices, held: 1 } };
@@ -170,9 +177,10 @@ fn prepare_for(
     beside: bool,
     room: DevicePtr,
 ) -> Prepared {
-    let sms = usize::try_from(d.context().device().multiprocessors).unwrap_or(1);
+    let device = d.context().device();
+    let on = [device.multiprocessors, device.shared_bytes].map(|n| usize::try_from(n).unwrap_or(1)).into();
     let parts = parts(ty).unwrap_or_default();
-    let kernel = Kernel::of(parts, x.rows(), cols, outputs, sms, beside);
+    let kernel = Kernel::of(parts, x.rows(), cols, outputs, on, beside);
     let any = !outputs.is_empty() && x.rows() > 0;
     let split = (any && !matches!(kernel, Kernel::Few { .. })).then(|| {
         let (rows, cols) = (x.rows(), x.width());
@@ -292,13 +300,15 @@ mod tests {
     use super::super::driver::module::MAX_SHARED;
     use super::*;
 
+    const H200: (usize, usize) = (132, 227 << 10);
+
     #[test]
     fn every_launch_fits_a_block_and_covers_all_outputs() {
         for parts in [2, 3] {
             for cols in [8, 256, 520, 1024, 4096, 16384, 65536] {
                 for rows in [1, 4, 5, 16, 33, 512, 2048] {
                     for outputs in [&[1][..], &[24], &[64, 8192], &[1024, 1024, 256, 256, 64]] {
-                        let kernel = Kernel::of(parts, rows, cols, outputs, 132, rows % 2 == 1);
+                        let kernel = Kernel::of(parts, rows, cols, outputs, H200, rows % 2 == 1);
                         let shared = dim(kernel.shared(parts, rows, cols.div_ceil(CHUNK)));
                         assert!(shared <= MAX_SHARED, "{kernel:?}, {cols} columns: {shared} bytes");
                         let [across, down] = kernel.blocks(rows, outputs);
@@ -318,14 +328,14 @@ mod tests {
 
     #[test]
     fn a_launch_is_chosen_by_how_often_weights_are_read_and_how_many_blocks_there_are() {
-        let of = |rows, outputs: &[usize]| Kernel::of(2, rows, 4096, outputs, 132, false);
+        let of = |rows, outputs: &[usize]| Kernel::of(2, rows, 4096, outputs, H200, false);
         let group = [1024, 1024, 256, 256, 64];
         let few = |warps, slices, held| Kernel::Few { warps, slices, held };
         assert_eq!([of(1, &[256]), of(4, &[256]), of(1, &group)], [few(16, 1, 1), few(8, 1, 2), few(8, 1, 2)]);
         assert_eq!([of(2, &group), of(4, &group), of(1, &[4096])], [few(8, 1, 1); 3]);
-        assert_eq!(Kernel::of(2, 1, 4096, &[512, 512], 132, true), few(16, 1, 1));
-        assert_eq!(Kernel::of(2, 1, 1024, &[8192], 132, false), few(4, 2, 1));
-        assert_eq!(Kernel::of(2, 1, 16384, &[24], 132, false), few(16, 1, 1));
+        assert_eq!(Kernel::of(2, 1, 4096, &[512, 512], H200, true), few(16, 1, 1));
+        assert_eq!(Kernel::of(2, 1, 1024, &[8192], H200, false), few(4, 2, 1));
+        assert_eq!(Kernel::of(2, 1, 16384, &[24], H200, false), few(16, 1, 1));
         assert_eq!([of(3, &[4096]), of(16, &[32768])], [Kernel::Some { warps: 8, slices: 1 }; 2]);
         assert_eq!([of(5, &[512, 512]), of(512, &[256])], [16, 8].map(|warps| Kernel::Some { warps, slices: 1 }));
         let size = |kernel| match kernel {
