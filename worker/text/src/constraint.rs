@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use llguidance::api::TopLevelGrammar;
@@ -196,6 +197,24 @@ pub(crate) fn fits(bytes: usize) -> Result<(), ConstraintError> {
         return Ok(());
     }
     Err(ConstraintError(format!("schemas of {bytes} bytes together are too large; at most {MAX_GRAMMAR} are enforced")))
+}
+
+/// Bytes of a value's text, which is not made for it.
+pub(crate) fn length(value: &Value) -> usize {
+    struct Counted(usize);
+    impl io::Write for Counted {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut counted = Counted(0);
+    // Neither the value nor the counter has anything to fail of.
+    let _ = serde_json::to_writer(&mut counted, value);
+    counted.0
 }
 
 /// A schema with our options in place of any of the client's, which could make it hold nothing.

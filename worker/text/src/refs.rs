@@ -9,20 +9,20 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value};
 
-use crate::constraint::{ConstraintError, fits};
-use crate::schema::{DEFINITIONS, inside, inside_mut, refused};
+use crate::constraint::{ConstraintError, fits, length};
+use crate::schema::{DEFINITIONS, few_parts, inside, inside_mut, refused};
 
 /// Rewrites the references that lead somewhere inside of the schema. The library minds those that do not, if a value comes to them.
 ///
 /// # Errors
-/// One in a part with an `$id` of its own, which it would have to be resolved against; copies of too many bytes.
+/// One in a part with an `$id` of its own, which it would have to be resolved against; too many copies, or of too many bytes.
 pub(crate) fn resolve(root: &mut Value) -> Result<(), ConstraintError> {
     let mut found = Found::default();
     found.collect(root, true)?;
     let id = root.get("$id").and_then(Value::as_str).map(|id| id.trim_end_matches('#'));
     let mut rewritten = HashMap::new();
     let mut copies = Map::new();
-    let mut bytes = 0;
+    let (mut names, mut bytes) = (Names { root, tried: 0 }, 0);
     for text in &found.refs {
         let own = id.and_then(|id| text.strip_prefix(id)).filter(|rest| rest.is_empty() || rest.starts_with('#'));
         let inner = own.or_else(|| Some(*text).filter(|text| text.starts_with('#')));
@@ -36,10 +36,10 @@ pub(crate) fn resolve(root: &mut Value) -> Result<(), ConstraintError> {
             Some(plain) => plain,
             None => {
                 // A part may hold the next one, and that another.
-                bytes += target.to_string().len();
+                bytes += length(target);
                 fits(bytes)?;
-                let taken = |n: &String| copies.contains_key(n) || root.pointer(&format!("/$defs/{n}")).is_some();
-                let name = (0..).map(|n| format!("ds4-{n}")).find(|n| !taken(n)).unwrap_or_default();
+                few_parts(copies.len() + 1)?;
+                let name = names.free();
                 let to = format!("#/$defs/{name}");
                 let mut copy = target.clone();
                 if let Some(copy) = copy.as_object_mut() {
@@ -60,6 +60,24 @@ pub(crate) fn resolve(root: &mut Value) -> Result<(), ConstraintError> {
         }
     }
     Ok(())
+}
+
+/// Names for copies. Each is tried once, as the client may have taken it: a search from the first one for every copy is quadratic.
+struct Names<'a> {
+    root: &'a Value,
+    tried: usize,
+}
+
+impl Names<'_> {
+    fn free(&mut self) -> String {
+        loop {
+            let name = format!("ds4-{}", self.tried);
+            self.tried += 1;
+            if self.root.get("$defs").is_none_or(|defs| defs.get(&name).is_none()) {
+                return name;
+            }
+        }
+    }
 }
 
 /// What a schema has of references and of names for them.
@@ -223,6 +241,30 @@ mod tests {
         let names =
             json!({"type": "object", "properties": {"$ref": {"const": {"$ref": "nowhere"}}}, "required": ["$ref"]});
         assert!(accepts(&names, r#"{"$ref": {"$ref": "nowhere"}}"#));
+    }
+
+    #[test]
+    fn copies_are_named_in_one_pass_and_no_more_of_them_are_made_than_a_schema_may_have_parts() {
+        let taken: Map<String, Value> = (0..3000).map(|i| (format!("ds4-{}", 2 * i), json!({}))).collect();
+        let root = json!({"$defs": taken});
+        let mut names = Names { root: &root, tried: 0 };
+        let free: Vec<String> = (0..3000).map(|_| names.free()).collect();
+        assert!(free.iter().enumerate().all(|(i, name)| *name == format!("ds4-{}", 2 * i + 1)));
+        assert_eq!(names.tried, 6000, "each once");
+
+        // Each refers to a part that is no definition, and takes a copy of two bytes.
+        let of = |n: usize| {
+            let refs = (0..n).map(|i| json!({"$ref": format!("#/x/{i}")}));
+            json!({"anyOf": refs.collect::<Vec<_>>(), "x": vec![json!({}); n]})
+        };
+        let mut most = of(2000);
+        assert_eq!(resolve(&mut most), Ok(()));
+        for n in [2001, 40_000] {
+            let (mut schema, before) = (of(n), of(n));
+            assert!(resolve(&mut schema).unwrap_err().0.contains("more than 2000"));
+            assert_eq!(schema, before, "it ends before any is put in");
+        }
+        assert!(held(&of(40_000)).unwrap_err().0.contains("more than 2000"));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Number, Value, json};
 
-use crate::constraint::ConstraintError;
+use crate::constraint::{ConstraintError, fits, length};
 use crate::refs;
 
 /// Up to here all integers are doubles.
@@ -32,8 +32,10 @@ const VALUES: [&str; 5] = ["const", "enum", "default", "examples", "x-guidance"]
 /// The schema as it is given to the library: bounds that no double is are replaced by narrower ones.
 ///
 /// # Errors
-/// A keyword that would not be enforced, or not in bounded time.
+/// A keyword that would not be enforced, or not in bounded time; too many bytes.
 pub(crate) fn fit(schema: &Value) -> Result<Value, ConstraintError> {
+    // Before anything is made of it: a body may have 64 times as much.
+    fits(length(schema))?;
     let mut fitted = schema.clone();
     refs::resolve(&mut fitted)?;
     few_parts(parts(&fitted))?;
@@ -67,8 +69,7 @@ pub(crate) fn parts(schema: &Value) -> usize {
                 .map_or(0, |list: &Value| list.as_array().map_or(0, Vec::len).max(list.as_object().map_or(0, Map::len)))
         };
         count += 1 + len("required").saturating_sub(len("properties")) + len("patternProperties").saturating_pow(2);
-        let to_follow = |(key, s): &(&str, &Value)| !DEFINITIONS.contains(key) && (s.is_object() || s.is_boolean());
-        open.extend(inside(part).filter(to_follow).map(|(_, s)| s));
+        open.extend(followed(part).map(|(_, s)| s));
         if let Some(at) = part.get("$ref").and_then(Value::as_str)
             && seen.insert(at)
         {
@@ -149,6 +150,11 @@ pub(crate) fn inside(schema: &Value) -> impl Iterator<Item = (&str, &Value)> {
     )
 }
 
+/// Those of them that a value could have to follow: definitions only where something refers to them.
+fn followed(schema: &Value) -> impl Iterator<Item = (&str, &Value)> {
+    inside(schema).filter(|(key, s)| !DEFINITIONS.contains(key) && (s.is_object() || s.is_boolean()))
+}
+
 /// [`inside`], to be changed.
 pub(crate) fn inside_mut(schema: &mut Map<String, Value>) -> impl Iterator<Item = &mut Value> {
     let mut parts = Vec::new();
@@ -219,7 +225,8 @@ fn bound(key: &str, value: &mut Value, side: i64) -> Result<(), ConstraintError>
 }
 
 /// Counts the patterns that a string may have to match all of, wherever in the schema: those of all schemas that are joined by
-/// `allOf`, also of one property of theirs. It errs to the side of too many.
+/// `allOf`, also of one property of theirs. It errs to the side of too many. It recurses, and goes only where [`parts`] counted: along
+/// a chain of references it gets [`MOST_PARTS`] deep and no deeper.
 struct Patterns<'a> {
     root: &'a Value,
     of_refs: HashMap<&'a str, usize>,
@@ -229,7 +236,7 @@ impl<'a> Patterns<'a> {
     fn of(&mut self, schema: &'a Value) -> usize {
         let own = ["pattern", "format"].iter().filter(|k| schema.get(k).is_some_and(Value::is_string)).count();
         let (mut joined, mut either) = (own, 0);
-        for (key, part) in inside(schema) {
+        for (key, part) in followed(schema) {
             let of_part = self.of(part);
             if key == "allOf" { joined = joined.saturating_add(of_part) } else { either = either.max(of_part) }
         }
@@ -328,8 +335,48 @@ mod tests {
         assert!(fit(&json!({"$ref": "#/$defs/d59", "$defs": defs})).is_err());
         let list = json!({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, pattern(1)]}}});
         assert!(fit(&list).is_ok());
+        // What nothing refers to is not met at all.
+        let unused =
+            (0..99).map(|i| (format!("d{i}"), json!({"allOf": [pattern(i), {"$ref": format!("#/$defs/d{}", i + 1)}]})));
+        assert!(fit(&json!({"$defs": unused.collect::<Map<_, _>>()})).is_ok());
         // Side by side they never meet.
         let apart = json!({"properties": (0..99).map(|i| (format!("p{i}"), pattern(i))).collect::<Map<_, _>>()});
         assert!(fit(&apart).is_ok());
+    }
+
+    /// `n` definitions, each of which refers to the next one below `nested` other schemas.
+    fn chain(n: usize, nested: usize) -> Map<String, Value> {
+        let next = |i: usize| {
+            let to = json!({"$ref": format!("#/$defs/d{}", i + 1)});
+            (format!("d{i}"), (0..nested).fold(to, |s, _| json!({"not": s})))
+        };
+        (0..n).map(next).chain([(format!("d{n}"), json!(true))]).collect()
+    }
+
+    #[test]
+    fn chains_of_references_take_no_stack_by_their_length() {
+        // As many as there is room for, on a stack that takes no more than a few hundred of them.
+        let small = |schema: Value| {
+            let thread = std::thread::Builder::new().stack_size(512 << 10);
+            thread.spawn(move || fit(&schema).map(|_| ())).unwrap().join().unwrap()
+        };
+        for (n, nested) in [(25_000, 0), (7000, 10), (1300, 60)] {
+            let unused = json!({"type": "object", "$defs": chain(n, nested)});
+            assert_eq!(small(unused), Ok(()), "{n} links");
+            let used = json!({"$ref": "#/$defs/d0", "$defs": chain(n, nested)});
+            assert!(small(used).unwrap_err().0.contains("more than 2000"), "{n} links");
+        }
+        // What is followed is so few that a thread's own stack is enough.
+        assert_eq!(fit(&json!({"$ref": "#/$defs/d0", "$defs": chain(1998, 0)})).map(|_| ()), Ok(()));
+        assert_eq!(fit(&json!({"$ref": "#/$defs/d0", "$defs": chain(32, 60)})).map(|_| ()), Ok(()));
+    }
+
+    #[test]
+    fn a_schema_of_too_many_bytes_is_refused_before_it_is_looked_at() {
+        // 19 MB, which would be followed into 500,000 calls.
+        let long = json!({"type": "object", "$defs": chain(500_000, 0)});
+        let bytes = long.to_string().len();
+        let why = fit(&long).unwrap_err().0;
+        assert!(why.contains(&format!("{bytes} bytes")) && why.contains("at most 1048576"), "{why}");
     }
 }
