@@ -1,9 +1,10 @@
 //! `ds4 chat`: a conversation in the terminal.
 
-use std::io::{IsTerminal as _, Write as _};
+use std::io::IsTerminal as _;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
+use ds4_os::show;
 use rustyline::error::ReadlineError;
 use rustyline::history::FileHistory;
 use rustyline::{DefaultEditor, Editor};
@@ -99,32 +100,32 @@ pub fn chat(args: ChatArgs, runtime: &Runtime) -> anyhow::Result<()> {
     }
     let mut conversation = Conversation { system: args.system, turns: Vec::new() };
     let mut stats = false;
-    println!("{model} at {}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.", server.url());
+    show!("{model} at {}. /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.\n", server.url())?;
     while let Some(line) = read_line(&mut editor)? {
         if !line.trim().is_empty() {
             let _ = editor.add_history_entry(line.trim_end());
         }
         match parse(&line) {
             Input::Nothing => {}
-            Input::Help => println!("{HELP}"),
+            Input::Help => show!("{HELP}\n")?,
             Input::Clear => {
                 conversation.turns.clear();
-                println!("Forgotten.");
+                show!("Forgotten.\n")?;
             }
             Input::System(text) => {
-                println!("{}", if text.is_some() { "System message set." } else { "System message removed." });
+                show!("{}\n", if text.is_some() { "System message set." } else { "System message removed." })?;
                 conversation = Conversation { system: text, turns: Vec::new() };
             }
             Input::Save(path) => match save(&path, &conversation) {
-                Ok(()) => println!("Wrote {} messages to {path}.", conversation.messages().len()),
-                Err(e) => println!("{e:#}"),
+                Ok(()) => show!("Wrote {} messages to {path}.\n", conversation.messages().len())?,
+                Err(e) => show!("{e:#}\n")?,
             },
             Input::Stats => {
                 stats = !stats;
-                println!("Statistics are {}.", if stats { "on" } else { "off" });
+                show!("Statistics are {}.\n", if stats { "on" } else { "off" })?;
             }
             Input::Exit => break,
-            Input::Unknown(why) => println!("{why}"),
+            Input::Unknown(why) => show!("{why}\n")?,
             Input::Say(text) => {
                 conversation.turns.push(json!({"role": "user", "content": text}));
                 match runtime.block_on(answer(&server, &args.sampling, &conversation, stats)) {
@@ -132,7 +133,7 @@ pub fn chat(args: ChatArgs, runtime: &Runtime) -> anyhow::Result<()> {
                     Err(error) => {
                         // The turn is taken back, so that the conversation stays one that a template accepts.
                         conversation.turns.pop();
-                        println!("{error:#}");
+                        show!("{error:#}\n")?;
                     }
                 }
             }
@@ -143,7 +144,7 @@ pub fn chat(args: ChatArgs, runtime: &Runtime) -> anyhow::Result<()> {
             let _ = std::fs::create_dir_all(dir);
         }
         if let Err(e) = editor.save_history(path) {
-            eprintln!("ds4: the history was not kept in {}: {e}", path.display());
+            ds4_os::say!("ds4: the history was not kept in {}: {e}", path.display());
         }
     }
     Ok(())
@@ -164,7 +165,7 @@ fn read_line(editor: &mut Editor<(), FileHistory>) -> anyhow::Result<Option<Stri
             // Ctrl-C while typing drops the line, not the conversation.
             Err(ReadlineError::Interrupted) => {
                 text.clear();
-                println!("(Ctrl-D or /exit ends)");
+                show!("(Ctrl-D or /exit ends)\n")?;
             }
             Err(ReadlineError::Eof) => return Ok(None),
             Err(e) => return Err(e).context("cannot read from this terminal"),
@@ -189,28 +190,27 @@ async fn answer(
             match heard {
                 Heard::Text(piece) => {
                     if text.is_empty() && !reasoning.is_empty() {
-                        print!("\n\n");
+                        show!("\n\n")?;
                     }
-                    print!("{piece}");
+                    show!("{piece}")?;
                     text.push_str(&piece);
                 }
                 Heard::Reasoning(piece) => {
-                    print!("{faint}{piece}{plain}");
+                    show!("{faint}{piece}{plain}")?;
                     reasoning.push_str(&piece);
                 }
-                Heard::Call(piece) => print!("{faint}{piece}{plain}"),
+                Heard::Call(piece) => show!("{faint}{piece}{plain}")?,
             }
-            std::io::stdout().flush()?;
         }
-        println!();
+        show!("\n")?;
         if let Some(line) = generation.summary().line().filter(|_| stats) {
-            println!("[{line}]");
+            show!("[{line}]\n")?;
         }
         anyhow::Ok(())
     };
     tokio::select! {
         result = work => result?,
-        _ = tokio::signal::ctrl_c() => println!(" [stopped]"),
+        _ = tokio::signal::ctrl_c() => show!(" [stopped]\n")?,
     }
     let mut turn = json!({"role": "assistant", "content": text});
     // Only of a model that reasons; others refuse the field.

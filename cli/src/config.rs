@@ -14,6 +14,5 @@ pub struct ConfigCommand {
 
 /// Prints it as a configuration file, each value with its source.
 pub fn print(args: &ConfigCommand, origins: &Origins) -> anyhow::Result<()> {
-    print!("{}", Plan::new(&args.serve, origins)?.printed());
-    Ok(())
+    Ok(ds4_os::show!("{}", Plan::new(&args.serve, origins)?.printed())?)
 }

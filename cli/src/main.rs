@@ -1,5 +1,8 @@
 //! The `ds4` command: serve, talk to, control and measure local models.
 
+// They panic where nobody can read them: `ds4_os::say!` and `ds4_os::show!` do not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 mod bench;
 mod chat;
 mod client;
@@ -72,7 +75,7 @@ fn main() -> ExitCode {
         Ok(code) => code,
         Err(error) if is_closed_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("ds4: {error:#}");
+            ds4_os::say!("ds4: {error:#}");
             ExitCode::from(Failure::code_of(&error))
         }
     }

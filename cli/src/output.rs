@@ -230,7 +230,7 @@ fn remove_abandoned(dir: &Path) {
             && file.try_lock().is_ok()
             && std::fs::remove_file(entry.path()).is_ok()
         {
-            eprintln!("ds4: removed {}, which a command that was killed had left", entry.path().display());
+            ds4_os::say!("ds4: removed {}, which a command that was killed had left", entry.path().display());
         }
     }
 }
@@ -286,7 +286,7 @@ fn remove_abandoned_scratch(dir: &Path) {
             && found.try_lock().is_ok()
             && std::fs::remove_dir_all(entry.path()).is_ok()
         {
-            eprintln!("ds4: removed {}, which a command that was killed had left", entry.path().display());
+            ds4_os::say!("ds4: removed {}, which a command that was killed had left", entry.path().display());
         }
     }
 }

@@ -76,7 +76,7 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let target = dir.join(starter.file);
     let say = |text: String| {
         if !args.quiet {
-            eprintln!("{text}");
+            ds4_os::say!("{text}");
         }
     };
     if target.exists() && check(&target, starter).is_ok() {
@@ -98,8 +98,7 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         unfinished.finish()?;
         say(format!("{}: {} bytes, BLAKE3 {}", starter.name, starter.bytes, starter.blake3));
     }
-    println!("{}", target.display());
-    Ok(())
+    Ok(ds4_os::show!("{}\n", target.display())?)
 }
 
 /// Checks an existing file.

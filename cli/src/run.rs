@@ -80,7 +80,7 @@ pub async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
             match heard {
                 Heard::Text(text) => {
                     if std::mem::take(&mut thinking) {
-                        eprintln!();
+                        ds4_os::say!("");
                     }
                     out.write_all(text.as_bytes())?;
                     out.flush()?;
@@ -88,26 +88,26 @@ pub async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
                 }
                 // Not the answer: whoever reads standard output is not to take it for that.
                 Heard::Reasoning(text) | Heard::Call(text) => {
-                    eprint!("{text}");
+                    let _ = std::io::stderr().write_all(text.as_bytes());
                     thinking = true;
                 }
             }
         }
         if thinking {
-            eprintln!();
+            ds4_os::say!("");
         }
         if !ends_with_newline {
             writeln!(out)?;
         }
         if let Some(line) = generation.summary().line().filter(|_| args.stats) {
-            eprintln!("{line}");
+            ds4_os::say!("{line}");
         }
         anyhow::Ok(ExitCode::SUCCESS)
     };
     tokio::select! {
         result = work => result,
         _ = tokio::signal::ctrl_c() => {
-            println!();
+            let _ = ds4_os::show!("\n");
             Ok(ExitCode::from(130))
         }
     }

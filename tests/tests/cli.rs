@@ -36,6 +36,30 @@ fn bad_usage_exits_with_2() {
 }
 
 #[test]
+fn exit_codes_stay_where_nothing_can_be_written() {
+    let sandbox = Sandbox::new();
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let code = |name: &str, args: &[&str]| {
+        sandbox.command(name).args(args).stdout(full()).stderr(full()).status().unwrap().code()
+    };
+    assert_eq!(code("ds4", &["ctl", "status"]), Some(3));
+    assert_eq!(code("ds4", &["run", "-p", ""]), Some(2));
+    assert_eq!(code("ds4-worker", &["--ctx", "1"]), Some(2));
+    assert_eq!(code("ds4-worker", &[]), Some(3));
+    assert_eq!(code("ds4-weight-owner", &["--model", "/nowhere.gguf"]), Some(4));
+    assert_eq!(code("ds4-weight-owner", &["loader"]), Some(2));
+    for (name, args) in
+        [("ds4", &["config"][..]), ("ds4-worker", &["--print-config"]), ("ds4-weight-owner", &["--print-config"])]
+    {
+        assert_eq!(code(name, args), Some(1), "{name}: what was asked for was not written");
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = sandbox.command(name).args(args).stdout(writer).output().unwrap();
+        assert!(output.status.success() && output.stderr.is_empty(), "{name}: {}", text(&output).1);
+    }
+}
+
+#[test]
 fn help_completions_and_manual_come_from_one_table() {
     let sandbox = Sandbox::new();
     let (help, _) = text(&sandbox.run("ds4", &["serve", "--help"]));

@@ -93,6 +93,26 @@ fn a_killed_worker_is_replaced_and_no_connection_is_refused() {
 }
 
 #[test]
+fn a_log_that_cannot_be_written_ends_nothing() {
+    let sandbox = Sandbox::new();
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let model = starter_model();
+    let mut command = sandbox.command("ds4");
+    command.args(["serve", "--http", "127.0.0.1:0", "--model", model.to_str().unwrap()]);
+    // Named, so that the sandbox finds it should this test fail.
+    command.arg("--runtime-dir").arg(sandbox.dir()).stdout(full()).stderr(full());
+    let mut server = command.spawn().unwrap();
+    let before = ready(&sandbox);
+    signal_pid(pid(&before, "worker"), Signal::SIGKILL);
+    assert!(http::greedy(address(&before), "The capital of France is", 8).contains("Paris"));
+    let after = ready(&sandbox);
+    assert_ne!(pid(&after, "worker"), pid(&before, "worker"));
+    signal_pid(server.id(), Signal::SIGTERM);
+    assert_eq!(server.wait().unwrap().code(), Some(0));
+    assert!(!alive(pid(&after, "worker")) && !alive(pid(&after, "owner")));
+}
+
+#[test]
 fn commands_wait_for_a_worker_that_is_being_replaced() {
     let sandbox = Sandbox::new();
     let _server = serve(&sandbox, &[]);

@@ -4,6 +4,9 @@
 //! hashes and seals, sends the descriptors and exits. [`ledger`] knows which epochs exist in which state and who holds
 //! leases; [`broker`] serves leases on a SOCK_SEQPACKET socket, [`control`] serves gRPC.
 
+// They panic where nobody can read them: `ds4_os::say!` and `ds4_os::show!` do not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 pub mod broker;
 pub mod control;
 pub mod daemon;

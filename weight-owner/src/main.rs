@@ -1,8 +1,12 @@
 //! The weight owner's binary: the daemon, its loader child, and the preflight.
 
+// They panic where nobody can read them: `ds4_os::say!` and `ds4_os::show!` do not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 use std::os::fd::AsFd;
 use std::process::ExitCode;
 
+use ds4_os::say::unless_closed;
 use ds4_os::seqpacket::Connection;
 use ds4_settings::EXIT_USAGE;
 use ds4_weight_owner::Failure;
@@ -17,29 +21,39 @@ fn main() -> ExitCode {
         return run_loader();
     }
     if let Err(e) = ds4_os::parent::end_with(std::env::var_os(ds4_settings::PARENT_VARIABLE)) {
-        eprintln!("ds4-weight-owner: {e}");
+        ds4_os::say!("ds4-weight-owner: {e}");
         return ExitCode::FAILURE;
     }
     let (cli, origins) = ds4_settings::parse::<Cli>();
     let (options, layered) = match resolve(&cli, &origins) {
         Ok(resolved) => resolved,
         Err(e) => {
-            eprintln!("ds4-weight-owner: {e}");
+            ds4_os::say!("ds4-weight-owner: {e}");
             return ExitCode::from(EXIT_USAGE);
         }
     };
     if cli.config.print_config {
-        print!("{}", layered.to_toml());
-        return ExitCode::SUCCESS;
+        return exit_code(show(&layered.to_toml()));
     }
     let result = if cli.dry_run { dry_run(&options) } else { serve(options, &layered.to_toml()) };
+    exit_code(result)
+}
+
+/// What a script sees, and the line that a person does.
+fn exit_code(result: Result<(), Failure>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
-            eprintln!("ds4-weight-owner: {failure}");
+            ds4_os::say!("ds4-weight-owner: {failure}");
             ExitCode::from(failure.exit)
         }
     }
+}
+
+/// Writes what was asked for to standard output.
+fn show(text: &str) -> Result<(), Failure> {
+    let written = unless_closed(ds4_os::show!("{text}"));
+    written.map_err(|e| Failure::other("standard_output", format!("cannot write to standard output: {e}")))
 }
 
 /// The child: its job comes over the socket that is its stdin.
@@ -52,7 +66,7 @@ fn run_loader() -> ExitCode {
     match connection {
         Ok(connection) => ExitCode::from(loader::run(&connection)),
         Err(_) => {
-            eprintln!("ds4-weight-owner: `{LOADER_COMMAND}` is for the daemon only; use --model, or `ds4 ctl load`");
+            ds4_os::say!("ds4-weight-owner: `{LOADER_COMMAND}` is for the daemon only; use --model, or `ds4 ctl load`");
             ExitCode::from(EXIT_USAGE)
         }
     }
@@ -74,7 +88,7 @@ fn dry_run(options: &Options) -> Result<(), Failure> {
             backend: options.backend,
         };
         let plan = loader::prepare(&job)?.plan;
-        print!("{}", plan.to_text());
+        show(&plan.to_text())?;
         if !plan.fits() {
             worst = Err(plan.refusal());
         }
@@ -84,7 +98,8 @@ fn dry_run(options: &Options) -> Result<(), Failure> {
 
 fn serve(options: Options, config: &str) -> Result<(), Failure> {
     let filter = options.log.parse::<tracing_subscriber::filter::Targets>().unwrap_or_default();
-    let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false);
+    let format =
+        tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).log_internal_errors(false);
     tracing_subscriber::registry().with(format.with_filter(filter)).init();
     tracing::info!(version = env!("CARGO_PKG_VERSION"), pid = std::process::id(), "ds4-weight-owner\n{config}");
     raise_file_limit();

@@ -83,7 +83,7 @@ fn on<D: Timed>(device: &D, args: &KernelBench, name: &str) -> Result<String, Fa
     }
     let mut lines = Vec::new();
     for (i, name) in names.iter().enumerate() {
-        eprintln!("{KERNEL_PROGRESS}{name} ({} of {})", i + 1, names.len());
+        ds4_os::say!("{KERNEL_PROGRESS}{name} ({} of {})", i + 1, names.len());
         let Some(found) = kernel::run(device, name, &options) else { continue };
         lines.extend(found.map_err(ModelError::Device)?.iter().map(|line| json(name, line)));
     }

@@ -49,6 +49,9 @@
 //! # }
 //! ```
 
+// They panic where nobody can read them: `ds4_os::say!` and `ds4_os::show!` do not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 mod args;
 mod layers;
 mod paths;

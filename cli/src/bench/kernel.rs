@@ -101,7 +101,7 @@ fn follow(errors: impl BufRead) -> String {
     let mut said = String::new();
     for line in errors.lines().map_while(Result::ok) {
         if line.starts_with(ds4_settings::KERNEL_PROGRESS) {
-            eprintln!("{}", line.trim_start_matches("ds4-worker: "));
+            ds4_os::say!("{}", line.trim_start_matches("ds4-worker: "));
         } else {
             said += &line;
             said.push('\n');

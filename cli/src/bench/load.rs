@@ -87,7 +87,7 @@ pub async fn load(args: &LoadBenchArgs) -> anyhow::Result<(Value, String)> {
         })
         .collect();
     for warning in &slow {
-        eprintln!("warning: {warning}");
+        ds4_os::say!("warning: {warning}");
     }
     let text = stages.iter().map(|(stage, speed)| format!("{stage:10} {speed:6.2} GiB/s\n")).collect::<String>()
         + &format!("load       {:6.3} s\n", median(&seconds))

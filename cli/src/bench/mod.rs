@@ -51,9 +51,9 @@ pub async fn bench(args: BenchArgs) -> anyhow::Result<ExitCode> {
         BenchCommand::Peer(args) => peer::peer(args).await?,
     };
     if args.json {
-        println!("{value}");
+        ds4_os::show!("{value}\n")?;
     } else {
-        print!("{text}");
+        ds4_os::show!("{text}")?;
     }
     let failed =
         value.get("failed").is_some_and(|n| n != 0) || value.get("weights_hash_unchanged") == Some(&false.into());

@@ -76,12 +76,12 @@ pub async fn restart(args: &RestartBenchArgs) -> anyhow::Result<(Value, String)>
         match outcome.await {
             Ok(ready) => ready_ms.push(ready.as_secs_f64() * 1e3),
             Err(error) => {
-                eprintln!("cycle {cycle}: {error:#}");
+                ds4_os::say!("cycle {cycle}: {error:#}");
                 failures.push(format!("cycle {cycle}: {error:#}"));
             }
         }
         if cycle % 100 == 0 {
-            eprintln!(
+            ds4_os::say!(
                 "{cycle}/{} cycles, p50 {:.0} ms, {} failed",
                 args.cycles,
                 percentile(&ready_ms, 50),

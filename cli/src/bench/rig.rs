@@ -70,7 +70,10 @@ impl RigArgs {
         let cpu = cpuinfo.lines().find_map(|l| l.strip_prefix("model name")).and_then(|l| l.split_once(": "));
         let busy = busy();
         if busy > 0.1 {
-            eprintln!("warning: other work keeps {:.0} % of the CPUs busy; the figures will be too low", busy * 100.0);
+            ds4_os::say!(
+                "warning: other work keeps {:.0} % of the CPUs busy; the figures will be too low",
+                busy * 100.0
+            );
         }
         let model = self.model()?;
         Ok(json!({

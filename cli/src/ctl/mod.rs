@@ -294,7 +294,7 @@ async fn leases(dir: &Path, out: Output) -> anyhow::Result<()> {
     };
     let orphan = control::worker_status(dir).await.ok().filter(|w| orphan::is_orphan(w, &leases));
     if let Some(worker) = orphan.filter(|_| !out.json) {
-        eprintln!(
+        ds4_os::say!(
             "The worker (pid {}) holds no lease: it uses the weights of an owner that is gone (`ds4 ctl status`).",
             worker.pid
         );

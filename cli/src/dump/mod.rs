@@ -226,9 +226,9 @@ async fn write(args: &DumpArgs, targets: &Targets, source: &Source<'_>, mut scor
             report.insert("top".into(), best.iter().map(candidate_json).collect());
         } else {
             targets.say(candidates_text(best).as_bytes())?;
-            eprintln!("{} logits in {to}", file.len());
+            ds4_os::say!("{} logits in {to}", file.len());
             if step.not_finite > 0 {
-                eprintln!("{} of them are not finite", step.not_finite);
+                ds4_os::say!("{} of them are not finite", step.not_finite);
             }
         }
     }
@@ -242,7 +242,7 @@ async fn write(args: &DumpArgs, targets: &Targets, source: &Source<'_>, mut scor
                 json!({"file": args.dump_logprobs, "steps": file.steps.len(), "finish_reason": reason}),
             );
         } else {
-            eprintln!("{} steps in {to} (ended by {reason})", file.steps.len());
+            ds4_os::say!("{} steps in {to} (ended by {reason})", file.steps.len());
         }
     }
     if args.json { print(&format!("{}\n", Value::from(report))) } else { Ok(()) }

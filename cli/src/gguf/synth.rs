@@ -68,7 +68,7 @@ pub fn synth(args: &SynthArgs) -> anyhow::Result<()> {
         .with_context(|| format!("cannot write {shown} ({:.2} GiB); is there room for it?", gib(plan.file_len)))?;
     output.finish()?;
     let seconds = begun.elapsed().as_secs_f64();
-    eprintln!(
+    ds4_os::say!(
         "{shown}: {} tensors, {} bytes, {:.2} GiB/s; the weights are random: {}",
         model.tensors.len(),
         plan.file_len,

@@ -127,7 +127,7 @@ where
                             let code = u8::try_from(code).ok().filter(|c| *c != 0).unwrap_or(1);
                             return Err(Failure::error(code, format!("the {name} {end} at its start{tries}; {cause}")));
                         }
-                        eprintln!(
+                        ds4_os::say!(
                             "ds4 serve: the {name} {end} at its start; {cause}; next try in {:?}",
                             delay(failures)
                         );
@@ -148,7 +148,7 @@ where
                 health.send_modify(|h| h.up = false);
                 // A worker that was drained is replaced at once, however young.
                 unhealthy = if since.elapsed() < HEALTHY && how != End::Code(0) { unhealthy + 1 } else { 0 };
-                eprintln!("ds4 serve: the {name} (pid {}) {how}; starting another", process.target().pid());
+                ds4_os::say!("ds4 serve: the {name} (pid {}) {how}; starting another", process.target().pid());
                 if pause(delay(unhealthy), &mut wish).await {
                     return Ok(());
                 }
@@ -243,9 +243,9 @@ async fn end(
     target.signal(Signal::SIGTERM)?;
     tokio::select! {
         _ = process.wait() => return Ok(()),
-        Ok(_) = wish.wait_for(|w| *w == Wish::Kill) => eprintln!("ds4 serve: killing the {name}"),
+        Ok(_) = wish.wait_for(|w| *w == Wish::Kill) => ds4_os::say!("ds4 serve: killing the {name}"),
         () = sleep_or_never(limit) => {
-            eprintln!("ds4 serve: the {name} did not end within {:?}; killing it", limit.unwrap_or_default());
+            ds4_os::say!("ds4 serve: the {name} did not end within {:?}; killing it", limit.unwrap_or_default());
         }
     }
     target.signal(Signal::SIGKILL)?;

@@ -135,7 +135,7 @@ fn block_name(path: &Path) -> anyhow::Result<String> {
 pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCode> {
     let mut plan = Plan::new(&args, origins)?;
     if args.config.print_config {
-        print!("{}", plan.printed());
+        ds4_os::show!("{}", plan.printed())?;
         return Ok(ExitCode::SUCCESS);
     }
     plan.create_dir()?;
@@ -157,7 +157,7 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
     if let Some(worker) = worker_status.filter(|_| running_worker.is_some()) {
         takeover::same_model(&worker, &held, &models, &wants)?;
         if let Some(asked) = args.http.filter(|a| a.port() != 0 && a.to_string() != worker.http) {
-            eprintln!("ds4 serve: the running worker goes on listening on {}, and not on {asked}", worker.http);
+            ds4_os::say!("ds4 serve: the running worker goes on listening on {}, and not on {asked}", worker.http);
         }
     }
     let mut http = Http::new(&plan)?;
@@ -171,7 +171,7 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
                 asked = loaded.map_err(|e| takeover::refused_by_running(&e, owner))?;
             }
             () = signals.stop() => {
-                eprintln!("ds4 serve: told to stop before it took over; what runs goes on");
+                ds4_os::say!("ds4 serve: told to stop before it took over; what runs goes on");
                 return Ok(ExitCode::SUCCESS);
             }
         }
@@ -247,7 +247,7 @@ async fn supervise(
         () = signals.stop() => return Ok(()),
     }
     if let Err(error) = welcome(&plan.dir).await {
-        eprintln!("ds4 serve: the worker is ready, but does not say where it listens: {error:#}");
+        ds4_os::say!("ds4 serve: the worker is ready, but does not say where it listens: {error:#}");
     }
     let mut owner_watched = true;
     let orphans = orphan::replace(plan.dir.clone(), owner.health.clone());
@@ -261,7 +261,7 @@ async fn supervise(
             result = owner.finished(), if owner_watched => {
                 owner_watched = false;
                 if let Err(error) = result {
-                    eprintln!("ds4 serve: {error}; the worker serves on, but has no successor until an owner is back");
+                    ds4_os::say!("ds4 serve: {error}; the worker serves on, but has no successor until an owner is back");
                 }
             }
         }
@@ -370,11 +370,12 @@ impl Http {
 async fn welcome(dir: &Path) -> anyhow::Result<()> {
     let status = control::worker_status(dir).await?;
     let url = format!("http://{}", status.http.parse().map_or(status.http.clone(), |a| reachable(a).to_string()));
-    println!(
+    // A terminal that is gone is no reason to end what serves.
+    let _ = ds4_os::show!(
         "ds4 serves {model} at {url}\n\n  \
          curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n    \
          -d '{{\"model\": \"{model}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Hello!\"}}], \"temperature\": 0}}'\n\n\
-         or `ds4 chat`. `ds4 ctl status` shows what runs; Ctrl-C ends it.",
+         or `ds4 chat`. `ds4 ctl status` shows what runs; Ctrl-C ends it.\n",
         model = status.model,
     );
     Ok(())

@@ -130,7 +130,7 @@ impl Needs {
                             } else {
                                 "which the owner does not hold; `ds4 ctl load FILE.gguf` gives it one"
                             };
-                            eprintln!("ds4 serve: the worker waits for {missing}, {way}");
+                            ds4_os::say!("ds4 serve: the worker waits for {missing}, {way}");
                             said = Some(missing);
                         }
                     }

@@ -47,7 +47,7 @@ async fn look(dir: &Path) {
             }
             // Without the same model its successor would serve another one: then a person must decide.
             if models.iter().any(|m| m.state() == v1::ModelState::Ready && m.name == worker.model) {
-                eprintln!(
+                ds4_os::say!(
                     "ds4 serve: the worker (pid {}) uses the weights of an owner that is gone; it finishes its requests and is \
                      replaced, so that they are not in memory twice",
                     worker.pid

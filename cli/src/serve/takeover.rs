@@ -23,7 +23,7 @@ pub fn adopt(pid: Option<u32>) -> Option<Process> {
 /// Says that a process was taken over.
 pub fn announce(name: &str, process: Option<Process>) -> Option<Process> {
     if let Some(process) = &process {
-        eprintln!(
+        ds4_os::say!(
             "ds4 serve: took over the running {name} (pid {}); it keeps the settings that it was started with",
             process.target().pid()
         );
@@ -115,7 +115,7 @@ pub async fn ensure_loaded(dir: &Path, models: &[PathBuf]) -> anyhow::Result<Opt
     let held: Vec<PathBuf> =
         control::models(dir).await?.iter().filter(|m| needs::alive(m)).filter_map(path_of).collect();
     for model in models.iter().filter(|m| !held.contains(m)) {
-        eprintln!("ds4 serve: loading {} into the running owner", model.display());
+        ds4_os::say!("ds4 serve: loading {} into the running owner", model.display());
         let path = model.to_str().context("the model's path is not UTF-8")?.to_string();
         let request = v1::LoadRequest { path, ..v1::LoadRequest::default() };
         let mut steps = control::owner(dir).await?.load(request).await.map_err(control::status)?.into_inner();

@@ -4,6 +4,9 @@
 //! projections of them: its parser ([`chat`], [`completions`]) and its wire ([`chat_wire`], [`completions_wire`]).
 //! [`run`] joins them; [`server`] owns connections, deadlines and request ids.
 
+// They panic where nobody can read them: `ds4_os::say!` and `ds4_os::show!` do not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
 use std::sync::Arc;
 
 use tokio::sync::{Semaphore, watch};

@@ -98,7 +98,7 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
     let planned = resolved.tensors.iter().map(|t| (t.name.as_str(), t.role.as_str(), t.layer));
     recipe::refuse_idle(&args.types, &planned.collect::<Vec<_>>())?;
     if resolved.drafter > 0 {
-        eprintln!("{} tensors of the multi-token prediction block are left out", resolved.drafter);
+        ds4_os::say!("{} tensors of the multi-token prediction block are left out", resolved.drafter);
     }
     let mut tensors = Vec::new();
     let mut unweighted = 0;
@@ -113,7 +113,7 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
         tensors.push(Typed { planned, ty, importance });
     }
     if unweighted > 0 {
-        eprintln!("the importance matrix does not have {unweighted} of the tensors; they are encoded without one");
+        ds4_os::say!("the importance matrix does not have {unweighted} of the tensors; they are encoded without one");
     }
     let layout: Vec<(&str, GgmlType, &[u64])> =
         tensors.iter().map(|t| (t.planned.name.as_str(), t.ty, t.planned.shape.as_slice())).collect();
@@ -136,7 +136,7 @@ pub fn convert(args: &ConvertArgs) -> anyhow::Result<()> {
     let model = GgufModel::open(output.path()).context("the written file cannot be read back")?;
     let class = identify(&model.metadata, &model.tensors).context("the written file is refused")?;
     output.finish()?;
-    eprintln!(
+    ds4_os::say!(
         "{shown}: {} tensors, {} in {:.1} s{}",
         tensors.len(),
         HumanBytes(plan.file_len),
