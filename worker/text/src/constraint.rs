@@ -175,6 +175,12 @@ impl Grammars {
     pub(crate) fn lark(&self, grammar: String) -> Result<Constraint, ConstraintError> {
         self.kept(grammar.clone(), || TopLevelGrammar::from_lark(grammar))
     }
+
+    /// Whether [`Self::lark`] would have an answer, which is not kept in place of one that was had.
+    pub(crate) fn check(&self, grammar: String) -> Result<(), ConstraintError> {
+        fits(grammar.len())?;
+        self.constraint(TopLevelGrammar::from_lark(grammar)).map(|_| ())
+    }
 }
 
 /// Runs what makes a grammar on a stack of its own.

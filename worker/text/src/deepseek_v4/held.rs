@@ -4,19 +4,25 @@
 //! closing tag, which no text can become; every other value is JSON after its part of the tool's schema. Parameters come in the
 //! schema's order. Calls of tools that are not strict have any parameters, in the same markup.
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
+use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 
 use super::DSML;
 use crate::chat::{ChatInput, ToolChoice};
-use crate::constraint::{Constraint, ConstraintError, Unenforceable, deep, fits, with_options};
+use crate::constraint::{Constraint, ConstraintError, Unenforceable, deep, fits, length, with_options};
 use crate::refs;
 use crate::schema::{few_parts, parts};
 use crate::tokenizer::Tokenizer;
 
 /// Keywords that say nothing of a value.
 const ANNOTATIONS: [&str; 7] = ["title", "description", "default", "examples", "deprecated", "$comment", "nullable"];
+
+/// Time after which no other grammar is begun to find out whose fault it is. One takes up to half a second, 24 tools of an editing agent
+/// 16 ms, and among a thousand tools there are ten to begin.
+const SEARCH: Duration = Duration::from_millis(250);
 
 /// What the answers to `input` are held to after their reasoning; `None`: to nothing.
 ///
@@ -31,61 +37,85 @@ pub(super) fn constraint(input: &ChatInput, tokenizer: &Tokenizer) -> Result<Opt
 }
 
 fn make(input: &ChatInput, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Result<Option<Constraint>, Unenforceable> {
-    let answer = |held: Result<Constraint, ConstraintError>| match held {
+    let answer = |held: Result<Constraint, Unenforceable>| match held {
         Ok(held) => Ok(Some(held)),
-        Err(e) if input.response_strict => Err(e.into()),
+        Err(e) if input.response_strict => Err(e),
         Err(_) => Ok(None),
     };
     if tools.is_empty() {
         let Some(schema) = &input.response_format else { return Ok(None) };
-        return answer(tokenizer.grammars().and_then(|g| g.schema(schema)));
+        return answer(tokenizer.grammars().and_then(|g| g.schema(schema)).map_err(Unenforceable::from));
     }
     let strict = tools.iter().any(|t| t.strict);
     if !strict && (input.response_format.is_none() || input.tool_choice != ToolChoice::Auto) {
         return Ok(None);
     }
-    let dsml = tokenizer.token_id(DSML).ok_or_else(|| ConstraintError(format!("no token is {DSML}")));
-    let held = dsml.and_then(|dsml| {
-        let grammar = Grammar { dsml, rules: String::new(), schemas: 0, parts: 0 };
-        let text = grammar.whole(input, tools)?;
-        tokenizer.grammars()?.lark(text)
-    });
+    let held = markup(input, input.response_format.as_ref(), tools, tokenizer)
+        .and_then(|text| Ok(tokenizer.grammars()?.lark(text)?));
     match held {
         Err(_) if strict && input.response_format.is_some() && !input.response_strict => {
             make(&ChatInput { response_format: None, ..input.clone() }, tools, tokenizer)
         }
         Ok(held) => Ok(Some(held)),
-        Err(e) if strict => Err(culprit(e, input, tools, tokenizer)),
+        Err(e) if strict && e.tool.is_none() => Err(culprit(e, input, tools, tokenizer)),
+        Err(e) if strict => Err(e),
         Err(e) => answer(Err(e)),
     }
 }
 
-/// Names the tool whose schema alone fails already; if all fail together only, the answer's own schema, or a tool where there is none.
-fn culprit(e: ConstraintError, input: &ChatInput, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Unenforceable {
-    let mut searched = 0;
-    let mut fails = |tool: &Tool<'_>| {
-        // Grammars for all of them take no longer than the one for all.
-        searched += tool.parameters.map_or(0, parts);
-        if few_parts(searched).is_err() {
-            return Some(Unenforceable { tool: Some(tool.index), why: e.0.clone() });
-        }
-        let mut grammar = Grammar { dsml: 0, rules: String::new(), schemas: 0, parts: 0 };
-        let alone = |parameters| tokenizer.grammars().and_then(|g| g.schema(parameters)).err();
-        let own = grammar.invoke(tool).err().or_else(|| tool.parameters.and_then(alone));
-        own.map(|e| Unenforceable { tool: Some(tool.index), why: e.0 })
-    };
-    let strict = || tools.iter().filter(|t| t.strict);
-    strict().find_map(&mut fails).unwrap_or_else(|| {
-        let tool = strict().next().filter(|_| input.response_format.is_none()).map(|t| t.index);
-        Unenforceable { tool, why: e.0 }
-    })
+/// The text of the grammar of an answer to `input` after this schema, or of calls of these tools. It knows the tool that it cannot write.
+fn markup(
+    input: &ChatInput,
+    schema: Option<&Value>,
+    tools: &[Tool<'_>],
+    tokenizer: &Tokenizer,
+) -> Result<String, Unenforceable> {
+    let dsml = tokenizer.token_id(DSML).ok_or_else(|| ConstraintError(format!("no token is {DSML}")))?;
+    Grammar { dsml, rules: String::new(), schemas: 0, parts: 0, bytes: 0 }.whole(input, schema, tools)
 }
 
+/// Names the first strict tool with which there is no grammar of it and those before it, or if the search takes too long a later one of
+/// which that is true; if there is one for all of them, the answer's own schema, or a tool where there is none.
+fn culprit(e: Unenforceable, input: &ChatInput, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Unenforceable {
+    let begun = Instant::now();
+    let strict: Vec<Tool<'_>> = tools.iter().filter(|t| t.strict && t.callable(input)).copied().collect();
+    // Not one by one: each of them alone may take as long as all together.
+    let fault = |n: usize| {
+        let text = markup(input, None, &strict[..n], tokenizer);
+        text.and_then(|text| Ok(tokenizer.grammars()?.check(text)?)).err()
+    };
+    let known = input.response_format.is_none() && tools.iter().all(|t| t.strict || !t.callable(input));
+    let Some(mut found) = (if known { Some(e.clone()) } else { fault(strict.len()) }) else {
+        let tool = tools.iter().find(|t| t.strict).filter(|_| input.response_format.is_none()).map(|t| t.index);
+        return Unenforceable { tool, why: e.why };
+    };
+    let (mut without, mut with) = (0, strict.len());
+    while without + 1 < with && begun.elapsed() < SEARCH {
+        let middle = without.midpoint(with);
+        match fault(middle) {
+            Some(e) => (with, found) = (middle, e),
+            None => without = middle,
+        }
+    }
+    let Some(tool) = strict.get(with.saturating_sub(1)) else { return found };
+    // Of a schema alone the library does not say where in the grammar it is.
+    let alone = |parameters| tokenizer.grammars().and_then(|g| g.schema(parameters)).err();
+    let why = tool.parameters.and_then(alone).map_or(found.why, |e| e.0);
+    Unenforceable { tool: Some(tool.index), why }
+}
+
+#[derive(Clone, Copy)]
 struct Tool<'a> {
     index: usize,
     name: &'a str,
     strict: bool,
     parameters: Option<&'a Value>,
+}
+
+impl Tool<'_> {
+    fn callable(&self, input: &ChatInput) -> bool {
+        !matches!(&input.tool_choice, ToolChoice::Named(name) if name != self.name)
+    }
 }
 
 fn tools_of(input: &ChatInput) -> Vec<Tool<'_>> {
@@ -106,6 +136,8 @@ struct Grammar {
     schemas: usize,
     /// Of all schemas, parameters of their own included.
     parts: usize,
+    /// Of the tools' schemas as they came.
+    bytes: usize,
 }
 
 /// A literal.
@@ -119,15 +151,15 @@ impl Grammar {
         format!("{} <[{}]> {}", quoted(before), self.dsml, quoted(after))
     }
 
-    fn whole(mut self, input: &ChatInput, tools: &[Tool<'_>]) -> Result<String, ConstraintError> {
-        let callable = |t: &&Tool<'_>| !matches!(&input.tool_choice, ToolChoice::Named(name) if name != t.name);
+    fn whole(mut self, input: &ChatInput, schema: Option<&Value>, tools: &[Tool<'_>]) -> Result<String, Unenforceable> {
         let mut calls = Vec::new();
-        for tool in tools.iter().filter(callable) {
-            calls.push(self.invoke(tool)?);
+        for tool in tools.iter().filter(|t| t.callable(input)) {
+            let call = self.invoke(tool).map_err(|e| Unenforceable { tool: Some(tool.index), why: e.0 })?;
+            calls.push(call);
         }
         let repeat = if input.single_call { "" } else { "+" };
         let (open, close) = (format!("<[{}]> {}", self.dsml, quoted("tool_calls>\n")), self.tag("</", "tool_calls>"));
-        let mut start = match (&input.tool_choice, &input.response_format) {
+        let mut start = match (&input.tool_choice, schema) {
             (ToolChoice::Auto, Some(schema)) => {
                 let answer = self.json(schema)?;
                 format!("start: {answer} | (\"\\n\\n\")? \"<\" block\n")
@@ -165,6 +197,9 @@ impl Grammar {
     fn parameters(&mut self, schema: Option<&Value>) -> Result<String, ConstraintError> {
         let Some(schema) = schema else { return Ok(String::new()) };
         let refused = |why: &str| Err(ConstraintError(format!("{why}; leave `strict` out")));
+        // Before anything is made of it: a body may have 64 times as much.
+        self.bytes += length(schema);
+        fits(self.bytes)?;
         // Before its parts are looked at one by one.
         let mut schema = schema.clone();
         refs::resolve(&mut schema)?;
@@ -186,7 +221,8 @@ impl Grammar {
         {
             return refused(&format!("`{other}` of all parameters together is not enforced on this server"));
         }
-        let required: Vec<&str> =
+        // Listed, each of 2,000 properties would be looked for among a megabyte of names.
+        let required: HashSet<&str> =
             object.get("required").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
         let none = Map::new();
         let properties = object.get("properties").and_then(Value::as_object).unwrap_or(&none);
@@ -202,7 +238,7 @@ impl Grammar {
             }
             let alternatives: Vec<String> =
                 self.values(value, object)?.into_iter().map(|v| format!("({v} {})", self.closed())).collect();
-            let is_required = required.contains(&key.as_str());
+            let is_required = required.contains(key.as_str());
             match alternatives.as_slice() {
                 [] if is_required => return refused(&format!("`{key}` is required and can have no value")),
                 [] => continue,

@@ -268,3 +268,51 @@ fn all_tools_of_a_request_are_bounded_together() {
         assert!(e.why.contains("more than 2000") && e.tool == Some(10), "{e:?}");
     }
 }
+
+#[test]
+fn tools_of_too_many_bytes_are_refused_before_they_are_looked_at() {
+    let chain = |n: usize| -> Map<String, Value> {
+        (0..n).map(|i| (format!("d{i}"), json!({"$ref": format!("#/$defs/d{}", i + 1)}))).collect()
+    };
+    let with = |n: usize| json!({"type": "object", "properties": {}, "$defs": chain(n)});
+    // 19 MB, which were followed into 500,000 calls.
+    let long = with(500_000);
+    let tools = |parameters: Value| json!([tool("ok", true, with(0)), tool("f", true, parameters)]);
+    let e = of(tools(long.clone()), ToolChoice::Auto, None).unwrap_err();
+    let bytes = long.to_string().len() + with(0).to_string().len();
+    assert!(e.why.contains(&format!("{bytes} bytes together")) && e.why.contains("at most 1048576"), "{e:?}");
+    assert_eq!(e.tool, Some(1));
+    // One by one they would fit.
+    let halves = (0..3).map(|i| tool(&format!("f{i}"), true, with(15_000))).collect::<Vec<_>>();
+    let e = of(json!(halves), ToolChoice::Auto, None).unwrap_err();
+    assert!(e.why.contains("at most 1048576") && e.tool == Some(2), "{e:?}");
+    assert!(of(tools(with(15_000)), ToolChoice::Auto, None).unwrap().is_some());
+    let asked = json!([tool("f", false, long), tool("g", true, with(0))]);
+    assert!(of(asked, ToolChoice::Auto, None).unwrap().is_some(), "it is not enforced");
+}
+
+#[test]
+fn the_tool_is_named_with_which_it_becomes_too_much() {
+    let strings: Map<String, Value> = (0..1500).map(|i| (format!("p{i}"), json!({"type": "string"}))).collect();
+    // What an anchor leads to is counted, too.
+    let anchored = json!({"type": "object", "properties": {"a": {"$ref": "#x"}},
+        "$defs": {"x": {"$anchor": "x", "type": "object", "properties": strings}}});
+    let plain = json!({"type": "object", "properties": {}});
+    let named = |faulty: &[(usize, &Value)]| {
+        let of_tool = |i: usize| faulty.iter().find(|(at, _)| *at == i).map_or(&plain, |(_, schema)| schema).clone();
+        let tools = (0..24).map(|i| tool(&format!("f{i}"), i % 2 == 1, of_tool(i))).collect::<Vec<_>>();
+        of(json!(tools), ToolChoice::Auto, None).unwrap_err()
+    };
+    let e = named(&[(3, &anchored), (17, &anchored), (19, &anchored)]);
+    assert!(e.tool == Some(17) && e.why.contains("more than 2000"), "{e:?}");
+    // Only the library minds it.
+    let unmet = json!({"type": "object", "properties": {"a": {"not": {}}}});
+    for at in [1, 13, 23] {
+        let e = named(&[(at, &unmet)]);
+        assert!(e.tool == Some(at) && e.why.contains("`not`"), "{e:?}");
+    }
+    // One that is not to be called is not to blame.
+    let tools = json!([tool("f", true, unmet), tool("g", true, json!({"type": "string"}))]);
+    let e = of(tools, ToolChoice::Named("g".into()), None).unwrap_err();
+    assert_eq!(e.tool, Some(1), "{e:?}");
+}
