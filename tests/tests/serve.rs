@@ -143,6 +143,30 @@ fn ctl_restart_and_drain_replace_the_worker() {
 }
 
 #[test]
+fn a_worker_that_nobody_supervises_is_not_restarted_away() {
+    let sandbox = Sandbox::new();
+    let mut server = serve(&sandbox, &[]);
+    let before = ready(&sandbox);
+    assert_eq!(before["supervised"], true);
+    server.kill();
+    assert_eq!(ready(&sandbox)["supervised"], false);
+    let status = sandbox.run("ds4", &["ctl", "status"]);
+    assert!(String::from_utf8_lossy(&status.stdout).contains("not supervised"), "{status:?}");
+    let refused = sandbox.run("ds4", &["ctl", "restart"]);
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(3), "{error}");
+    assert!(error.contains("[no_supervisor]") && error.contains("`ds4 serve`") && error.contains("--force"), "{error}");
+    assert_eq!(ready(&sandbox)["worker"]["pid"], before["worker"]["pid"], "it serves on");
+    assert!(sandbox.try_ctl(&["restart", "--force", "--wait", "0"]).unwrap_err().contains("no successor"));
+    wait_for("its end", START, || (!alive(pid(&before, "worker"))).then_some(()));
+
+    // One that a service manager started is that manager's to restart.
+    let worker = sandbox.worker(&[]);
+    assert_eq!(sandbox.ctl(&["status"])["supervised"], true);
+    drop(worker);
+}
+
+#[test]
 fn a_restart_under_load_finishes_what_waits_too() {
     let sandbox = Sandbox::new();
     let _server = serve(&sandbox, &["--max-batch", "1"]);

@@ -11,6 +11,7 @@ use serde_json::json;
 use super::Output;
 use crate::client::control;
 use crate::failure::Failure;
+use crate::serve::keeper::{Keeper, keeper};
 use crate::serve::process::Target;
 
 /// `ds4 ctl restart`.
@@ -22,6 +23,9 @@ pub struct RestartArgs {
     /// Seconds to wait for the successor after the old worker has gone
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     wait: u64,
+    /// Drain the worker although nothing supervises it: unless somebody starts another, nothing is served after that
+    #[arg(long)]
+    force: bool,
 }
 
 /// `ds4 ctl stop`.
@@ -37,6 +41,14 @@ const POLL: Duration = Duration::from_millis(20);
 /// Drains the worker and waits until another process answers as ready.
 pub(super) async fn restart(dir: &Path, out: Output, args: &RestartArgs) -> anyhow::Result<()> {
     let old = control::ready_worker(dir).await?;
+    if !args.force && keeper(dir, old.pid) == Keeper::Nobody {
+        let text = format!(
+            "[no_supervisor] nothing supervises the worker (pid {}), so none would follow it: `ds4 serve` takes over what runs, \
+             then this command again. To end the worker all the same: --force, or `ds4 ctl drain`.",
+            old.pid
+        );
+        return Err(Failure::error(EXIT_PEER, text));
+    }
     let target = Target::of(old.pid)?;
     // One that dies meanwhile needs no drain.
     if let Err(error) = drain(dir, args.deadline).await

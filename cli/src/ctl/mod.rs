@@ -16,6 +16,7 @@ use ds4_proto::v1;
 use serde_json::{Value, json};
 
 use crate::client::{RuntimeArgs, control};
+use crate::serve::keeper::{Keeper, keeper};
 use crate::serve::{needs, orphan};
 use render::{Cell, age, bytes, cell, object, sheet, table};
 
@@ -101,9 +102,13 @@ pub async fn ctl(args: CtlArgs) -> anyhow::Result<()> {
         }
         CtlCommand::Restart(args) => lifecycle::restart(&dir, out, &args).await,
         CtlCommand::Drain { deadline } => {
-            control::ready_worker(&dir).await?;
+            let worker = control::ready_worker(&dir).await?;
+            let alone = keeper(&dir, worker.pid) == Keeper::Nobody;
             let reply = lifecycle::drain(&dir, deadline).await?;
-            let text = format!("Draining: {} running, {} queued.", reply.running, reply.queued);
+            let mut text = format!("Draining: {} running, {} queued.", reply.running, reply.queued);
+            if alone {
+                text.push_str("\nNothing supervises the worker: none follows it until `ds4 serve` starts one.");
+            }
             out.object(json!({"running": reply.running, "queued": reply.queued}), &text)
         }
         CtlCommand::Stop(args) => lifecycle::stop(&dir, out, &args).await,
@@ -249,6 +254,12 @@ async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
         Err(_) => (Vec::new(), Vec::new()),
     };
     let supervisor = crate::serve::supervisor(dir);
+    let kept_by = worker.as_ref().ok().map(|s| keeper(dir, s.pid));
+    let supervised = match kept_by {
+        Some(Keeper::Serve(_) | Keeper::Manager) => Some(true),
+        Some(Keeper::Nobody) => Some(false),
+        Some(Keeper::Unknown) | None => supervisor.map(|_| true),
+    };
     let worker_cells = |s: &v1::WorkerStatusReply| {
         let mut cells = worker_cells(s);
         cells.push(weights_cell(s, owner.as_ref().ok().map(|_| leases.as_slice())));
@@ -258,6 +269,7 @@ async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
         "owner": owner.as_ref().ok().map(|s| object(&owner_cells(s))),
         "worker": worker.as_ref().ok().map(|s| object(&worker_cells(s))),
         "supervisor_pid": supervisor,
+        "supervised": supervised,
         "models": models.iter().map(|m| object(&model_row(m))).collect::<Vec<_>>(),
     });
     let part = |name: &str, cells: Result<Vec<Cell>, &anyhow::Error>| match cells {
@@ -272,7 +284,14 @@ async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
         } else {
             String::new()
         },
-        supervisor.map(|pid| format!("supervised by `ds4 serve` (pid {pid})\n")).unwrap_or_default(),
+        match (supervisor, kept_by) {
+            (Some(pid), _) => format!("supervised by `ds4 serve` (pid {pid})\n"),
+            (None, Some(Keeper::Manager)) => "supervised by a service manager\n".into(),
+            (None, Some(Keeper::Nobody)) => {
+                "not supervised: when the worker ends, none follows it; `ds4 serve` takes over what runs\n".into()
+            }
+            (None, _) => String::new(),
+        },
         table(&model_rows(&models)),
     ]
     .join("");

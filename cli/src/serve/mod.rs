@@ -1,6 +1,7 @@
 //! `ds4 serve`: a weight owner and a worker under one supervisor, for people without systemd.
 
 mod keep;
+pub mod keeper;
 pub mod lock;
 pub mod needs;
 pub mod orphan;

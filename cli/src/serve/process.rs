@@ -18,6 +18,9 @@ use tokio::net::UnixDatagram;
 /// Poll interval for processes that are not our children.
 const POLL: Duration = Duration::from_millis(20);
 
+/// How the names of notification sockets begin.
+pub const NOTIFY_PREFIX: &str = "notify.";
+
 /// A process that may be anybody's child, told apart from a later one with the same pid by its start time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
@@ -225,7 +228,7 @@ pub struct Notify {
 impl Notify {
     /// Binds `notify.NAME.PID` in `dir`.
     pub fn bind(dir: &Path, name: &str) -> anyhow::Result<Self> {
-        let path = dir.join(format!("notify.{name}.{}", std::process::id()));
+        let path = dir.join(format!("{NOTIFY_PREFIX}{name}.{}", std::process::id()));
         let _ = std::fs::remove_file(&path);
         let socket = UnixDatagram::bind(&path).with_context(|| format!("cannot bind {}", path.display()))?;
         Ok(Self { socket, path })
