@@ -28,6 +28,7 @@ pub mod chat;
 mod constraint;
 pub mod deepseek_v4;
 mod error;
+mod numbers;
 mod pre_tokenizer;
 mod refs;
 mod schema;
