@@ -1,6 +1,12 @@
 //! Bytes on the socket: framing, limits, deadlines, ids.
 
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use ds4_engine::{EngineError, EngineStats, GenerateRequest};
+use ds4_text::ChatInput;
+
 use super::*;
+use crate::backend::{Backend, Events, ModelInfo, Prompt, PromptError};
 
 const SMALL: &str = r#"{"messages":[{"role":"user","content":"hi"}]}"#;
 
@@ -134,32 +140,106 @@ async fn s4_large_bodies_share_a_budget() {
     assert_eq!((answer.status, &*answer.code()), (400, "invalid_json"));
 }
 
+/// A script of which every conversation that asks for a grammar is rendered when the test says so.
+struct Gated {
+    script: Script,
+    gate: Mutex<Gate>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Gate {
+    open: bool,
+    /// Waiting at it, and the most that ever were.
+    waiting: usize,
+    most_waiting: usize,
+}
+
+impl Gated {
+    fn lock(&self) -> MutexGuard<'_, Gate> {
+        self.gate.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Opens the gate at its end, also at that of a test that fails: the runtime waits for the threads that wait there.
+struct Opens(Arc<Gated>);
+
+impl Drop for Opens {
+    fn drop(&mut self) {
+        self.0.lock().open = true;
+        self.0.changed.notify_all();
+    }
+}
+
+impl Backend for Gated {
+    fn model(&self) -> &ModelInfo {
+        self.script.model()
+    }
+    fn submit(&self, request: GenerateRequest) -> Result<Events, EngineError> {
+        self.script.submit(request)
+    }
+    fn stats(&self) -> EngineStats {
+        self.script.stats()
+    }
+    fn tokenize(&self, text: &str) -> Result<Vec<u32>, PromptError> {
+        self.script.tokenize(text)
+    }
+    fn render(&self, input: &ChatInput) -> Result<Prompt, PromptError> {
+        if input.response_format.is_some() {
+            let mut gate = self.lock();
+            gate.waiting += 1;
+            gate.most_waiting = gate.most_waiting.max(gate.waiting);
+            let mut gate = self.changed.wait_while(gate, |gate| !gate.open).unwrap();
+            gate.waiting -= 1;
+        }
+        self.script.render(input)
+    }
+    fn token_bytes(&self, token: u32) -> Vec<u8> {
+        self.script.token_bytes(token)
+    }
+    fn is_eog(&self, token: u32) -> bool {
+        self.script.is_eog(token)
+    }
+}
+
 #[tokio::test]
 async fn s4_grammars_are_made_a_few_at_a_time_and_nobody_else_waits_for_them() {
+    let script = Script::deepseek_v4("{}");
+    let gated = Arc::new(Gated { script: script.clone(), gate: Mutex::default(), changed: Condvar::new() });
+    let opens = Opens(Arc::clone(&gated));
     let config = ApiConfig { max_grammars: 2, max_parsing: 1, ..ApiConfig::default() };
-    let server =
-        Server::start(Script { render: Duration::from_millis(200), ..Script::deepseek_v4("{}") }, config).await;
-    let body = r#"{"messages":[{"role":"user","content":"hi"}],"response_format":{"type":"json_object"}}"#;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let backend: Arc<dyn Backend> = Arc::<Gated>::clone(&gated);
+    let api = Api::new(backend, config);
+    let task = tokio::spawn(serve(Arc::clone(&api), listener, false));
+    let server = Server { addr, api, script, task };
+
+    let plain = r#"{"messages":[{"role":"user","content":"hi"}],"response_format":{"type":"json_object"}}"#;
+    // A field is the same with an escape in its name.
+    let escaped = plain.replace("response_format", "r\\u0065sponse_format");
     let mut waiting = Vec::new();
-    for _ in 0..9 {
+    for i in 0..9 {
         let mut stream = server.connect().await;
+        let body = if i % 2 == 0 { plain } else { &escaped };
         stream.write_all(&post("/v1/chat/completions", body)).await.unwrap();
         waiting.push(stream);
     }
-    tokio::time::sleep(Duration::from_millis(50)).await;
-    assert_eq!((server.script.seen().rendering, server.script.seen().requests.len()), (2, 0));
+    let in_flight = || server.api.metrics.in_flight.get();
+    until("two render", || in_flight() == 9 && gated.lock().waiting == 2).await;
     // One that waits and leaves takes no turn.
     waiting.drain(6..);
+    until("three left", || in_flight() == 6).await;
+    // Answered while the others are held: there is one place for long bodies, and no grammar is in it.
     let long = r#"{"messages":[{"role":"user","content":"PAD"}]}"#.replace("PAD", &"x".repeat(3000 + (2 << 10)));
-    let begun = std::time::Instant::now();
     let answer = server.post("/v1/chat/completions", &long).await;
     assert_eq!((answer.status, &*answer.code()), (400, "context_length_exceeded"));
-    assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
+    assert_eq!((gated.lock().waiting, server.script.seen().requests.len()), (2, 0));
+    drop(opens);
     for stream in &mut waiting {
         assert_eq!(read_answer(stream).await.status, 200);
     }
-    let seen = server.script.seen();
-    assert_eq!((seen.most_rendering, seen.requests.len()), (3, 6), "two grammars beside one long body");
+    assert_eq!((gated.lock().most_waiting, server.script.seen().requests.len()), (2, 6));
 }
 
 #[tokio::test]
