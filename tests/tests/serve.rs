@@ -167,6 +167,35 @@ fn a_worker_that_nobody_supervises_is_not_restarted_away() {
 }
 
 #[test]
+fn a_runtime_directory_that_was_removed_is_made_again() {
+    let sandbox = Sandbox::new();
+    let mut server = serve(&sandbox, &[]);
+    let before = ready(&sandbox);
+    let answer = http::greedy(address(&before), "The capital of France is", 8);
+    // With the logs of this test; what holds them open goes on.
+    std::fs::remove_dir_all(sandbox.dir()).unwrap();
+    let again = wait_for("all three in a directory", START, || {
+        let status = sandbox.try_ctl(&["status"]).ok()?;
+        let there = status["supervisor_pid"].is_u64() && status["owner"]["pid"].is_u64();
+        (there && status["worker"]["state"] == "ready").then_some(status)
+    });
+    for who in ["owner", "worker"] {
+        assert_eq!(pid(&again, who), pid(&before, who), "nothing was loaded or started again");
+    }
+    // Once more, and what the directory is needed for follows at once.
+    std::fs::remove_dir_all(sandbox.dir()).unwrap();
+    signal_pid(pid(&before, "worker"), Signal::SIGKILL);
+    assert_eq!(http::greedy(address(&before), "The capital of France is", 8), answer);
+    let after = ready(&sandbox);
+    assert_eq!(pid(&after, "owner"), pid(&before, "owner"));
+    assert_ne!(pid(&after, "worker"), pid(&before, "worker"));
+    sandbox.ctl(&["stop"]);
+    assert_eq!(server.wait_end(START).code(), Some(0));
+    let left: Vec<_> = std::fs::read_dir(sandbox.dir()).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(left.iter().all(|name| name.to_str().unwrap().ends_with(".lock")), "{left:?}");
+}
+
+#[test]
 fn a_restart_under_load_finishes_what_waits_too() {
     let sandbox = Sandbox::new();
     let _server = serve(&sandbox, &["--max-batch", "1"]);

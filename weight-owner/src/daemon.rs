@@ -1,15 +1,19 @@
 //! The daemon: sockets, loads at start, stopping.
 
+use std::convert::Infallible;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ds4_os::seqpacket::Listener;
+use ds4_os::wait::{LOOK, feed};
 use ds4_proto::v1;
 use ds4_proto::v1::owner_server::OwnerServer;
 use sd_notify::NotifyState;
-use tokio::net::UnixListener;
+use tokio::net::{UnixListener, UnixStream};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
 use tonic_health::ServingStatus;
 use tonic_health::server::{HealthReporter, health_reporter};
@@ -48,7 +52,7 @@ async fn live(options: Options) -> Result<(), Failure> {
     for model in &options.models {
         check_model_path(model)?;
     }
-    let dir = RuntimeDir::claim(&options.runtime_dir)?;
+    let mut dir = RuntimeDir::claim(&options.runtime_dir)?;
     let ledger = Arc::new(Ledger::default());
     let load_options = LoadOptions {
         reserve_bytes: options.reserve_bytes,
@@ -56,37 +60,89 @@ async fn live(options: Options) -> Result<(), Failure> {
         backend: options.backend,
     };
     let loads = Arc::new(Loads::new(Arc::clone(&ledger), load_options));
-    let broker = broker::serve(
-        dir.broker(!options.allow_uids.is_empty())?,
-        Arc::clone(&ledger),
-        Allowed::new(options.allow_uids.clone()),
-    );
-    let control = Control::new(Arc::clone(&ledger), Arc::clone(&loads), options.load_deadline, options.drain_deadline);
-    let (health, server) = serve_control(dir.control()?, control).await?;
-    tokio::spawn(async move {
-        if let Err(e) = broker.await {
-            tracing::error!("the broker ended: {e}");
+    let open = !options.allow_uids.is_empty();
+    let broker = {
+        let (ledger, allowed) = (Arc::clone(&ledger), Allowed::new(options.allow_uids.clone()));
+        move |listener| {
+            let served = broker::serve(listener, Arc::clone(&ledger), allowed.clone());
+            tokio::spawn(async move {
+                if let Err(e) = served.await {
+                    tracing::error!("the broker ended: {e}");
+                }
+            });
         }
-    });
+    };
+    broker(dir.broker(open)?);
+    let control = Control::new(Arc::clone(&ledger), Arc::clone(&loads), options.load_deadline, options.drain_deadline);
+    let (callers, incoming) = mpsc::channel(16);
+    let (health, server) = serve_control(incoming, control).await?;
     tokio::spawn(server);
+    let control = move |listener| {
+        let listener = UnixListener::from_std(listener)
+            .map_err(|e| Failure::other("control", format!("cannot serve control: {e}")))?;
+        tokio::spawn(feed(listener, callers.clone()));
+        Ok(())
+    };
+    control(dir.control()?)?;
     tracing::info!(version = env!("CARGO_PKG_VERSION"), runtime_dir = %options.runtime_dir.display(), "listening");
 
-    tokio::select! {
-        loaded = load_all(&options, &loads) => {
-            if let Err(failure) = loaded {
-                loads.stop();
-                return Err(failure);
+    let life = async {
+        tokio::select! {
+            loaded = load_all(&options, &loads) => {
+                if let Err(failure) = loaded {
+                    loads.stop();
+                    return Err(failure);
+                }
+                health.set_service_status("", ServingStatus::Serving).await;
+                notify(&[NotifyState::Ready, NotifyState::Status(&summary(&ledger))]);
+                tracing::info!(models = ledger.ready().len(), "ready");
+                terminate.recv().await;
             }
-            health.set_service_status("", ServingStatus::Serving).await;
-            notify(&[NotifyState::Ready, NotifyState::Status(&summary(&ledger))]);
-            tracing::info!(models = ledger.ready().len(), "ready");
-            terminate.recv().await;
+            () = terminate.recv() => {}
         }
-        () = terminate.recv() => {}
+        stop(&options, &ledger, &loads, &health, &mut terminate).await;
+        Ok(())
+    };
+    tokio::select! {
+        ended = life => ended,
+        never = stay_found(&mut dir, open, broker, control) => match never {},
     }
-    stop(&options, &ledger, &loads, &health, &mut terminate).await;
-    drop(dir);
-    Ok(())
+}
+
+/// Listens again in a runtime directory that somebody removed: who is not found there cannot lend what it holds.
+async fn stay_found(
+    dir: &mut RuntimeDir,
+    open: bool,
+    broker: impl Fn(Listener),
+    control: impl Fn(std::os::unix::net::UnixListener) -> Result<(), Failure>,
+) -> Infallible {
+    let mut said = None;
+    loop {
+        tokio::time::sleep(LOOK).await;
+        if dir.intact() {
+            continue;
+        }
+        let renewed = dir.renew(open).and_then(|(lending, listener)| {
+            broker(lending);
+            control(listener)
+        });
+        let shown = dir.path().display();
+        match renewed {
+            Ok(()) => {
+                said = None;
+                tracing::warn!("the sockets in {shown} were removed by somebody; made again");
+            }
+            Err(failure) => {
+                let text = failure.to_string();
+                if said.as_ref() != Some(&text) {
+                    tracing::error!(
+                        "the sockets in {shown} were removed by somebody, and cannot be made again: {text}"
+                    );
+                    said = Some(text);
+                }
+            }
+        }
+    }
 }
 
 /// SIGTERM and SIGINT.
@@ -116,13 +172,12 @@ fn check_model_path(path: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Health, reflection and control on one socket; returns the future that serves them.
+/// Health, reflection and control for those who call; returns the future that serves them.
 async fn serve_control(
-    listener: std::os::unix::net::UnixListener,
+    callers: mpsc::Receiver<std::io::Result<UnixStream>>,
     control: Control,
 ) -> Result<(HealthReporter, impl Future<Output = ()>), Failure> {
     let failed = |e: &dyn std::fmt::Display| Failure::other("control", format!("cannot serve control: {e}"));
-    let listener = UnixListener::from_std(listener).map_err(|e| failed(&e))?;
     let (health, health_service) = health_reporter();
     health.set_service_status("", ServingStatus::NotServing).await;
     health.set_service_status(SERVICE, ServingStatus::Serving).await;
@@ -140,7 +195,7 @@ async fn serve_control(
         .add_service(reflection_v1.build_v1().map_err(|e| failed(&e))?)
         .add_service(reflection_v1alpha.build_v1alpha().map_err(|e| failed(&e))?)
         .add_service(OwnerServer::new(control))
-        .serve_with_incoming(UnixListenerStream::new(listener));
+        .serve_with_incoming(ReceiverStream::new(callers));
     let serve = async move {
         if let Err(e) = server.await {
             tracing::error!("control ended: {e}");

@@ -7,6 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use ds4_os::seqpacket::{Listener, check_path};
+use ds4_os::wait::{is_socket, leads_to};
 use ds4_settings::{BROKER_SOCKET, OWNER_SOCKET};
 use nix::fcntl::{Flock, FlockArg};
 
@@ -17,7 +18,7 @@ const LOCK: &str = "owner.lock";
 /// Holds the directory's lock and removes the sockets when dropped.
 pub struct RuntimeDir {
     path: PathBuf,
-    _lock: Flock<File>,
+    lock: Flock<File>,
 }
 
 impl RuntimeDir {
@@ -66,7 +67,7 @@ impl RuntimeDir {
             lock.rewind().and_then(|()| lock.write_all(pid.as_bytes())).and_then(|()| lock.set_len(pid.len() as u64));
         // A full disk shows here, before anything else is done.
         written.map_err(|e| bad("cannot write to the runtime directory", &e))?;
-        Ok(Self { path: path.to_owned(), _lock: lock })
+        Ok(Self { path: path.to_owned(), lock })
     }
 
     /// Binds the broker's socket. `open` lets every user connect, for the peer check to judge them; else only ours may.
@@ -94,6 +95,28 @@ impl RuntimeDir {
         Ok(listener)
     }
 
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// False once somebody removed the directory, the lock or a socket: nobody finds this owner there then.
+    pub fn intact(&self) -> bool {
+        leads_to(&self.path.join(LOCK), &self.lock)
+            && [BROKER_SOCKET, OWNER_SOCKET].iter().all(|socket| is_socket(&self.path.join(socket)))
+    }
+
+    /// Makes again what was removed, and binds both sockets; `open` as for [`Self::broker`].
+    ///
+    /// # Errors
+    /// As of [`Self::claim`], another owner that has begun there among them, and as of the sockets.
+    pub fn renew(&mut self, open: bool) -> Result<(Listener, UnixListener), Failure> {
+        if !leads_to(&self.path.join(LOCK), &self.lock) {
+            *self = Self::claim(&self.path)?;
+        }
+        Ok((self.broker(open)?, self.control()?))
+    }
+
     /// Removes the socket of an owner that died; we hold the lock, so no live owner has it.
     fn clear(&self, path: &Path) -> Result<(), Failure> {
         match fs::symlink_metadata(path) {
@@ -116,6 +139,10 @@ impl RuntimeDir {
 
 impl Drop for RuntimeDir {
     fn drop(&mut self) {
+        // Where the lock was removed, the sockets may be another owner's.
+        if !leads_to(&self.path.join(LOCK), &self.lock) {
+            return;
+        }
         // The lock file stays: removing it would race with an owner that has just opened it.
         for socket in [BROKER_SOCKET, OWNER_SOCKET] {
             let path = self.path.join(socket);
@@ -181,6 +208,29 @@ mod tests {
         assert!(text.contains(&format!("another owner (pid {})", std::process::id())), "{text}");
         drop(first);
         assert!(RuntimeDir::claim(dir.path()).is_ok());
+    }
+
+    #[test]
+    fn what_was_removed_is_made_again_unless_another_owner_has_begun_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run");
+        let mut claimed = RuntimeDir::claim(&path).unwrap();
+        let _first = (claimed.broker(false).unwrap(), claimed.control().unwrap());
+        assert!(claimed.intact());
+        for lost in [BROKER_SOCKET, OWNER_SOCKET, LOCK, ""] {
+            let lost = path.join(lost);
+            if lost == path { fs::remove_dir_all(lost) } else { fs::remove_file(lost) }.unwrap();
+            assert!(!claimed.intact());
+            let _sockets = claimed.renew(false).unwrap();
+            assert!(claimed.intact());
+            assert!(Connection::connect(&path.join(BROKER_SOCKET)).is_ok());
+            assert_eq!(code(RuntimeDir::claim(&path)).0, "owner_running");
+        }
+        fs::remove_dir_all(&path).unwrap();
+        let other = RuntimeDir::claim(&path).unwrap();
+        let _others = (other.broker(false).unwrap(), other.control().unwrap());
+        assert_eq!(code(claimed.renew(false)).0, "owner_running");
+        drop(claimed);
     }
 
     #[test]

@@ -1,15 +1,17 @@
 //! The gRPC control service of proto/ds4/v1/worker.proto, and the socket that it shares with the debugging service.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ds4_api::{Api, Backend, Phase};
+use ds4_os::wait::LOOK;
 use ds4_proto::v1;
 use ds4_proto::v1::debug_server::DebugServer;
 use ds4_proto::v1::worker_server::{Worker, WorkerServer};
-use tokio::net::UnixListener;
+use tokio::net::UnixStream;
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 use tonic_health::ServingStatus;
@@ -18,6 +20,7 @@ use tonic_health::server::health_reporter;
 use crate::backend::Serving;
 use crate::debug::{self, Inspector};
 use crate::failure::Failure;
+use crate::listen::Control as Place;
 
 /// Name of the service, as health and reflection know it.
 const SERVICE: &str = "ds4.v1.Worker";
@@ -88,16 +91,15 @@ impl Worker for Control {
     }
 }
 
-/// Health, reflection (v1 and v1alpha) and control on one socket; the future serves them for ever.
+/// Health, reflection (v1 and v1alpha) and control for those who call; the future serves them for ever.
 ///
 /// # Errors
-/// The runtime cannot watch the socket.
+/// The service cannot be described.
 pub async fn serve(
-    listener: std::os::unix::net::UnixListener,
+    callers: mpsc::Receiver<std::io::Result<UnixStream>>,
     control: Control,
 ) -> Result<impl Future<Output = ()> + Send + 'static, Failure> {
     let failed = |e: &dyn std::fmt::Display| Failure::other(format!("cannot serve control: {e}"));
-    let listener = UnixListener::from_std(listener).map_err(|e| failed(&e))?;
     let (health, health_service) = health_reporter();
     for service in [SERVICE, debug::SERVICE] {
         health.set_service_status(service, ServingStatus::Serving).await;
@@ -121,7 +123,7 @@ pub async fn serve(
         .add_service(reflection_v1alpha.map_err(|e| failed(&e))?)
         .add_service(WorkerServer::new(control))
         .add_service(DebugServer::new(inspector))
-        .serve_with_incoming(UnixListenerStream::new(listener));
+        .serve_with_incoming(ReceiverStream::new(callers));
     Ok(async move {
         let drained = async {
             let _ = phase.wait_for(|p| *p == Phase::Draining).await.map(drop);
@@ -137,4 +139,44 @@ pub async fn serve(
             () = drained => {}
         }
     })
+}
+
+/// Passes on those who call at `listener` to [`serve`].
+///
+/// # Errors
+/// The runtime cannot watch the socket.
+pub fn take_calls(
+    listener: std::os::unix::net::UnixListener,
+    to: mpsc::Sender<std::io::Result<UnixStream>>,
+) -> Result<(), Failure> {
+    let listener = tokio::net::UnixListener::from_std(listener)
+        .map_err(|e| Failure::other(format!("cannot serve control: {e}")))?;
+    tokio::spawn(ds4_os::wait::feed(listener, to));
+    Ok(())
+}
+
+/// Listens again in a runtime directory that somebody removed: who is not found there cannot be asked for anything.
+pub async fn stay_found(place: &mut Place, callers: mpsc::Sender<std::io::Result<UnixStream>>) -> Infallible {
+    let mut said = None;
+    loop {
+        tokio::time::sleep(LOOK).await;
+        if place.intact() {
+            continue;
+        }
+        let renewed = place.renew().and_then(|listener| take_calls(listener, callers.clone()));
+        let shown = place.dir().display();
+        match renewed {
+            Ok(()) => {
+                said = None;
+                tracing::warn!("the socket in {shown} was removed by somebody; made again");
+            }
+            Err(failure) => {
+                let text = failure.to_string();
+                if said.as_ref() != Some(&text) {
+                    tracing::error!("the socket in {shown} was removed by somebody, and cannot be made again: {text}");
+                    said = Some(text);
+                }
+            }
+        }
+    }
 }

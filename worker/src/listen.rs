@@ -8,6 +8,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use ds4_os::seqpacket::check_path;
+use ds4_os::wait::{is_socket, leads_to};
 use ds4_settings::WORKER_SOCKET;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::socket::{Backlog, listen};
@@ -90,9 +91,11 @@ fn adopt(fd: OwnedFd) -> Result<std::net::TcpListener, Failure> {
 
 /// The runtime directory's place for one worker; its socket goes when it is dropped.
 pub struct Control {
-    path: PathBuf,
-    _lock: Flock<File>,
+    dir: PathBuf,
+    lock: Flock<File>,
 }
+
+const LOCK: &str = "worker.lock";
 
 impl Control {
     /// Takes the directory's worker lock and binds the control socket for our user only.
@@ -100,13 +103,12 @@ impl Control {
     /// # Errors
     /// The directory cannot be used, or another worker is alive in it.
     pub fn open(dir: &Path) -> Result<(Self, UnixListener), Failure> {
-        let path = dir.join(WORKER_SOCKET);
         let bad = |e: &dyn std::fmt::Display| {
             Failure::usage(format!("the runtime directory {} cannot be used: {e}; choose another", dir.display()))
         };
-        check_path(&path).map_err(|e| bad(&e))?;
+        check_path(&dir.join(WORKER_SOCKET)).map_err(|e| bad(&e))?;
         fs::DirBuilder::new().recursive(true).mode(0o755).create(dir).map_err(|e| bad(&e))?;
-        let file = OpenOptions::new().write(true).create(true).truncate(false).open(dir.join("worker.lock"));
+        let file = OpenOptions::new().write(true).create(true).truncate(false).open(dir.join(LOCK));
         let lock = match Flock::lock(file.map_err(|e| bad(&e))?, FlockArg::LockExclusiveNonblock) {
             Ok(lock) => lock,
             Err((_, nix::Error::EWOULDBLOCK)) => {
@@ -117,22 +119,59 @@ impl Control {
             }
             Err((_, e)) => return Err(bad(&e)),
         };
-        match fs::symlink_metadata(&path) {
-            // We hold the lock: it is a dead worker's.
-            Ok(meta) if meta.file_type().is_socket() => fs::remove_file(&path).map_err(|e| bad(&e))?,
-            Ok(_) => return Err(bad(&format_args!("{} is in the way and no socket", path.display()))),
-            Err(_) => {}
-        }
-        let listener = UnixListener::bind(&path).map_err(|e| bad(&e))?;
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).map_err(|e| bad(&e))?;
-        listener.set_nonblocking(true).map_err(|e| bad(&e))?;
-        Ok((Self { path, _lock: lock }, listener))
+        let listener = bind_control(dir)?;
+        Ok((Self { dir: dir.to_owned(), lock }, listener))
     }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// False once somebody removed the directory, the lock or the socket: nobody finds this worker there then.
+    pub fn intact(&self) -> bool {
+        leads_to(&self.dir.join(LOCK), &self.lock) && is_socket(&self.dir.join(WORKER_SOCKET))
+    }
+
+    /// Makes again what was removed.
+    ///
+    /// # Errors
+    /// As of [`Self::open`], another worker that has begun there among them.
+    pub fn renew(&mut self) -> Result<UnixListener, Failure> {
+        if leads_to(&self.dir.join(LOCK), &self.lock) {
+            return bind_control(&self.dir);
+        }
+        let dir = self.dir.clone();
+        let (renewed, listener) = Self::open(&dir)?;
+        *self = renewed;
+        Ok(listener)
+    }
+}
+
+/// Binds the control socket, for our user only; the caller holds the lock.
+fn bind_control(dir: &Path) -> Result<UnixListener, Failure> {
+    let path = dir.join(WORKER_SOCKET);
+    let bad = |e: &dyn std::fmt::Display| {
+        Failure::usage(format!("the runtime directory {} cannot be used: {e}; choose another", dir.display()))
+    };
+    match fs::symlink_metadata(&path) {
+        // It is a dead worker's.
+        Ok(meta) if meta.file_type().is_socket() => fs::remove_file(&path).map_err(|e| bad(&e))?,
+        Ok(_) => return Err(bad(&format_args!("{} is in the way and no socket", path.display()))),
+        Err(_) => {}
+    }
+    let listener = UnixListener::bind(&path).map_err(|e| bad(&e))?;
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).map_err(|e| bad(&e))?;
+    listener.set_nonblocking(true).map_err(|e| bad(&e))?;
+    Ok(listener)
 }
 
 impl Drop for Control {
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.path);
+        // Where the lock was removed, the socket may be another worker's.
+        if leads_to(&self.dir.join(LOCK), &self.lock) {
+            let _ = fs::remove_file(self.dir.join(WORKER_SOCKET));
+        }
     }
 }
 
@@ -151,6 +190,25 @@ mod tests {
         assert!(!dir.path().join(WORKER_SOCKET).exists());
         drop(UnixListener::bind(dir.path().join(WORKER_SOCKET)).unwrap());
         assert!(Control::open(dir.path()).is_ok());
+    }
+
+    #[test]
+    fn what_was_removed_is_made_again_unless_another_worker_has_begun_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run");
+        let (mut control, _first) = Control::open(&path).unwrap();
+        assert!(control.intact());
+        for lost in [WORKER_SOCKET, LOCK, ""] {
+            let lost = path.join(lost);
+            if lost == path { fs::remove_dir_all(lost) } else { fs::remove_file(lost) }.unwrap();
+            assert!(!control.intact());
+            let _listener = control.renew().unwrap();
+            assert!(control.intact() && std::os::unix::net::UnixStream::connect(path.join(WORKER_SOCKET)).is_ok());
+            assert!(Control::open(&path).is_err());
+        }
+        fs::remove_dir_all(&path).unwrap();
+        let _other = Control::open(&path).unwrap();
+        assert!(control.renew().err().unwrap().message.contains("another worker"));
     }
 
     #[test]

@@ -39,7 +39,7 @@ fn live(options: Options, started: Instant, runtime: &Runtime) -> Result<(), Fai
     // Before the long part, so that a signal during it is not lost and a taken port is found at once.
     let mut signals = runtime.block_on(async { Signals::new() })?;
     let http = Http::open(&options)?;
-    let (control_guard, control_listener) = Control::open(&options.runtime_dir)?;
+    let (mut place, control_listener) = Control::open(&options.runtime_dir)?;
     let Booted { attached, drafter, engine, tokenizer, template, context_train, device, phases, .. } = {
         let booted = boot_unless_told_to_stop(&options, runtime, &mut signals)?;
         let Some(booted) = booted else { return Ok(()) };
@@ -79,7 +79,9 @@ fn live(options: Options, started: Instant, runtime: &Runtime) -> Result<(), Fai
             drain_deadline: options.drain_deadline,
             drain,
         };
-        tokio::spawn(control::serve(control_listener, control).await?);
+        let (callers, incoming) = mpsc::channel(16);
+        control::take_calls(control_listener, callers.clone())?;
+        tokio::spawn(control::serve(incoming, control).await?);
         let (listener, inherited) = http.into_tokio()?;
         let server = tokio::spawn(ds4_api::serve(Arc::clone(&api), listener, inherited));
         let info = &serving.info;
@@ -90,8 +92,11 @@ fn live(options: Options, started: Instant, runtime: &Runtime) -> Result<(), Fai
         );
         notify(&[NotifyState::Ready, NotifyState::Status(&format!("serving {} on {addr}", info.name))]);
         let life = Life { api, engine, server, signals, drain_deadline: options.drain_deadline };
-        life.serve(&attached.lease, drafter.as_ref().map(|d| &d.lease), drains).await?;
-        drop((control_guard, attached, drafter));
+        tokio::select! {
+            ended = life.serve(&attached.lease, drafter.as_ref().map(|d| &d.lease), drains) => ended?,
+            never = control::stay_found(&mut place, callers) => match never {},
+        }
+        drop((place, attached, drafter));
         Ok(())
     })
 }

@@ -107,6 +107,7 @@ where
                         () = stopped(&mut wish) => return Ok(()),
                     }
                 }
+                kept.notify.renew()?;
                 let mut process = (kept.launch)(&kept.notify, &more)?;
                 match bring_up(&kept.notify, kept.policy.start_timeout, &mut process, &mut wish).await {
                     Start::Ready => failures = 0,

@@ -5,6 +5,7 @@ use std::io::{Read as _, Write as _};
 use std::path::Path;
 
 use anyhow::Context as _;
+use ds4_os::wait::leads_to;
 use ds4_settings::EXIT_USAGE;
 
 use crate::failure::Failure;
@@ -13,7 +14,7 @@ const NAME: &str = "serve.lock";
 
 /// Held while this process supervises a runtime directory; the kernel lets go when it dies.
 #[derive(Debug)]
-pub struct Lock(#[allow(dead_code, reason = "held, not read")] File);
+pub struct Lock(File);
 
 impl Lock {
     /// Takes it and leaves our pid in it.
@@ -47,6 +48,11 @@ impl Lock {
             )),
             Err(TryLockError::Error(e)) => Err(e).with_context(|| format!("cannot lock {shown}")),
         }
+    }
+
+    /// False once somebody removed it from `dir`, or all of that: nobody finds this supervisor there then.
+    pub fn intact(&self, dir: &Path) -> bool {
+        leads_to(&dir.join(NAME), &self.0)
     }
 }
 

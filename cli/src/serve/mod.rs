@@ -9,6 +9,7 @@ pub mod plan;
 pub mod process;
 mod takeover;
 
+use std::convert::Infallible;
 use std::ffi::OsString;
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -16,6 +17,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use ds4_manifests::{Catalog, GgufModel};
+use ds4_os::wait::LOOK;
 use ds4_settings::{ConfigArgs, EXIT_MODEL, Origins};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -140,7 +142,8 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
         return Ok(ExitCode::SUCCESS);
     }
     plan.create_dir()?;
-    let _lock = lock::Lock::take(&plan.dir)?;
+    let mut lock = lock::Lock::take(&plan.dir)?;
+    plan::remove_left(&plan.dir);
     let mut signals = Signals::new()?;
 
     let running_owner = adopt(control::owner_status(&plan.dir).await.ok().map(|s| s.pid));
@@ -194,7 +197,11 @@ pub async fn serve(args: ServeArgs, origins: &Origins) -> anyhow::Result<ExitCod
     });
     let mut worker = None;
     let needs = Needs::new(owner.health.clone(), plan.dir.clone(), wants, asked);
-    match supervise(&plan, http, &mut owner, (running_worker, needs), &mut worker, &mut signals).await {
+    let supervised = tokio::select! {
+        ended = supervise(&plan, http, &mut owner, (running_worker, needs), &mut worker, &mut signals) => ended,
+        never = stay_found(&plan, &mut lock) => match never {},
+    };
+    match supervised {
         Ok(()) => shut_down(worker, Some(owner), &mut signals).await,
         Err(error) => {
             // What was found running is left alone.
@@ -263,6 +270,35 @@ async fn supervise(
                 owner_watched = false;
                 if let Err(error) = result {
                     ds4_os::say!("ds4 serve: {error}; the worker serves on, but has no successor until an owner is back");
+                }
+            }
+        }
+    }
+}
+
+/// Makes a runtime directory again that somebody removed, and this supervisor's lock in it: owner and worker listen there again
+/// by themselves, and what comes next needs it.
+async fn stay_found(plan: &Plan, lock: &mut lock::Lock) -> Infallible {
+    let mut said = None;
+    loop {
+        tokio::time::sleep(LOOK).await;
+        if lock.intact(&plan.dir) {
+            continue;
+        }
+        let shown = plan.dir.display();
+        match plan.create_dir().and_then(|()| lock::Lock::take(&plan.dir)) {
+            Ok(taken) => {
+                *lock = taken;
+                said = None;
+                ds4_os::say!("ds4 serve: somebody removed files in {shown}, or all of it; made again");
+            }
+            Err(error) => {
+                let text = format!("{error:#}");
+                if said.as_ref() != Some(&text) {
+                    ds4_os::say!(
+                        "ds4 serve: somebody removed files in {shown}, or all of it, and no worker can follow: {text}"
+                    );
+                    said = Some(text);
                 }
             }
         }

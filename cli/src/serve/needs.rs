@@ -5,7 +5,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ds4_manifests::Catalog;
 use ds4_proto::v1::{Model, ModelState};
@@ -16,6 +16,8 @@ use crate::client::control;
 
 /// How often the owner is asked while something is missing.
 const POLL: Duration = Duration::from_millis(200);
+/// An owner that is alive and does not answer for this long is reported.
+const SILENCE: Duration = Duration::from_secs(3);
 
 /// True for models that are served by themselves; prediction blocks only go with one.
 pub fn servable(model: &Model) -> bool {
@@ -109,14 +111,26 @@ impl Needs {
     /// Returns once a start makes sense, with the arguments that the start needs. A first start does not wait for a model
     /// that nobody is loading: it fails and says what is wrong.
     pub async fn met(&mut self) -> Vec<OsString> {
-        let mut said = None;
+        let (mut said, mut silent) = (None, None);
         loop {
             // An error means that the owner was given up; the start then fails with the true cause.
             if self.owner.wait_for(|health| health.up).await.is_err() {
                 return Vec::new();
             }
-            // An owner that does not answer has just died, which its health is about to say.
-            if let Ok(models) = control::models(&self.dir).await {
+            let answer = control::models(&self.dir).await;
+            // Mostly it has just died, which its health is about to say.
+            if let Err(error) = &answer {
+                let since = *silent.get_or_insert_with(Instant::now);
+                let text = format!("an answer of the weight owner ({error:#})");
+                if since.elapsed() >= SILENCE && said.as_ref() != Some(&text) {
+                    ds4_os::say!(
+                        "ds4 serve: the worker waits for {text}; if it stays silent: `ds4 ctl stop`, then this command again"
+                    );
+                    said = Some(text);
+                }
+            }
+            if let Ok(models) = answer {
+                silent = None;
                 let loading = models.iter().any(|m| m.state() == ModelState::Loading);
                 match self.wants.choose(&models, self.served.as_deref()) {
                     Ok(None) => return Vec::new(),

@@ -13,6 +13,7 @@ use toml::{Table, Value};
 
 use super::ServeArgs;
 use super::keep::Policy;
+use super::process::NOTIFY_PREFIX;
 use crate::failure::Failure;
 
 /// The supervisor's own settings, section `[serve]`.
@@ -150,14 +151,12 @@ impl Plan {
         }
         let usable = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir).and_then(|()| {
             let probe = self.dir.join(format!("probe.{}", std::process::id()));
-            std::fs::write(&probe, b"x").and_then(|()| std::fs::remove_file(&probe))
+            let written = std::fs::write(&probe, b"x");
+            // On a full disk it is there, empty.
+            let removed = std::fs::remove_file(&probe);
+            written.and(removed)
         });
-        usable.map_err(|e| unusable(e.to_string()))?;
-        let names = std::fs::read_dir(&self.dir).into_iter().flatten().flatten();
-        for path in names.map(|e| e.path()).filter(|p| is_stale_notify(p)) {
-            let _ = std::fs::remove_file(path);
-        }
-        Ok(())
+        usable.map_err(|e| unusable(e.to_string()))
     }
 
     /// The models that the owner is going to load, absolute. Without any, the starter model if `ds4 pull` has fetched it.
@@ -281,11 +280,21 @@ fn print_config(path: &Path, args: &[OsString]) -> anyhow::Result<Output> {
     Ok(child.wait_with_output()?)
 }
 
-/// `notify.NAME.PID` of a process that is gone.
-fn is_stale_notify(path: &Path) -> bool {
-    let pid =
-        path.file_name().and_then(|n| n.to_str()?.strip_prefix("notify.")?.rsplit_once('.')?.1.parse::<u32>().ok());
-    pid.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists())
+/// Removes what killed supervisors left in `dir`, whoever has their pids by this time. The caller holds the lock and has made
+/// nothing of that kind yet.
+pub fn remove_left(dir: &Path) {
+    let names = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    for entry in names.filter(|e| e.file_name().to_str().is_some_and(is_of_a_supervisor)) {
+        let _ = std::fs::remove_file(entry.path());
+    }
+}
+
+/// `notify.NAME.PID` and `probe.PID`: what a supervisor makes for itself alone.
+fn is_of_a_supervisor(name: &str) -> bool {
+    let pid = |rest: &str| rest.rsplit('.').next().is_some_and(|pid| pid.parse::<u32>().is_ok());
+    let owned = |rest: &str| ["owner.", "worker."].iter().any(|n| rest.starts_with(n));
+    let notify = name.strip_prefix(NOTIFY_PREFIX).is_some_and(owned);
+    (notify || name.starts_with("probe.")) && pid(name)
 }
 
 #[cfg(test)]
@@ -309,11 +318,19 @@ mod tests {
     }
 
     #[test]
-    fn sockets_of_killed_supervisors_are_told_from_live_ones() {
-        // No process has this number: the kernel's limit is 2^22.
-        assert!(is_stale_notify(Path::new("/run/notify.owner.4194305")));
-        assert!(!is_stale_notify(Path::new(&format!("/run/notify.worker.{}", std::process::id()))));
-        assert!(!is_stale_notify(Path::new("/run/owner.sock")));
-        assert!(!is_stale_notify(Path::new("/run/notify.owner")));
+    fn what_killed_supervisors_left_is_removed_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let left = ["notify.owner.12", "notify.worker.1", "probe.7"];
+        let others = ["owner.sock", "serve.lock", "notify.owner", "notify.mine.7", "probe.txt"];
+        for name in left.iter().chain(&others) {
+            std::fs::write(dir.path().join(name), "").unwrap();
+        }
+        remove_left(dir.path());
+        for name in left {
+            assert!(!dir.path().join(name).exists(), "{name}");
+        }
+        for name in others {
+            assert!(dir.path().join(name).exists(), "{name}");
+        }
     }
 }

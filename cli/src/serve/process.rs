@@ -6,11 +6,13 @@
 use std::ffi::OsString;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::Context as _;
+use ds4_os::wait::is_socket;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::net::UnixDatagram;
@@ -234,6 +236,19 @@ impl Notify {
         Ok(Self { socket, path })
     }
 
+    /// Binds it again where somebody removed it, or its directory.
+    pub fn renew(&mut self) -> anyhow::Result<()> {
+        if is_socket(&self.path) {
+            return Ok(());
+        }
+        if let Some(dir) = self.path.parent() {
+            let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
+            made.with_context(|| format!("cannot make {} again, which somebody removed", dir.display()))?;
+        }
+        self.socket = UnixDatagram::bind(&self.path).with_context(|| format!("cannot bind {}", self.path.display()))?;
+        Ok(())
+    }
+
     /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
@@ -300,6 +315,17 @@ mod tests {
         assert_eq!(adopted.wait().await, End::Unknown);
         let reused = Target { pid: std::process::id(), started: "not its start time".into() };
         assert!(!reused.alive(), "a process with another start time is another process");
+    }
+
+    #[tokio::test]
+    async fn a_socket_whose_directory_was_removed_is_bound_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut notify = Notify::bind(dir.path(), "x").unwrap();
+        std::fs::remove_dir_all(dir.path()).unwrap();
+        notify.renew().unwrap();
+        let sender = std::os::unix::net::UnixDatagram::unbound().unwrap();
+        sender.send_to(b"READY=1", notify.path()).unwrap();
+        assert!(notify.next().await.unwrap().ready);
     }
 
     #[tokio::test]
