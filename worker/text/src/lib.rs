@@ -28,6 +28,7 @@ pub mod chat;
 mod constraint;
 pub mod deepseek_v4;
 mod error;
+mod finite;
 mod numbers;
 mod pre_tokenizer;
 mod refs;

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 use serde_json::{Map, Number, Value};
 
 use crate::constraint::{ConstraintError, fits, length};
-use crate::{numbers, refs};
+use crate::{finite, numbers, refs};
 
 /// Most patterns and formats of one string: 8 take 1 ms, 12 take 16, 16 take 2 s, 20 more than a minute.
 const MOST_PATTERNS: usize = 8;
@@ -38,6 +38,7 @@ pub(crate) fn fit(schema: &Value) -> Result<Value, ConstraintError> {
     refs::resolve(&mut fitted)?;
     few_parts(parts(&fitted))?;
     check(&fitted)?;
+    finite::only(&mut fitted)?;
     numbers::narrow(&mut fitted)?;
     let mut patterns = Patterns { root: &fitted, of_refs: HashMap::new() };
     if patterns.of(&fitted) > MOST_PATTERNS {
