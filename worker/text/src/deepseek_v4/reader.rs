@@ -59,6 +59,7 @@ impl Format {
                 tools,
                 decode_entities: false,
                 live: true,
+                held: constraint.is_some(),
             },
             rules: Rules {
                 owes,

@@ -86,6 +86,9 @@ pub struct Options {
     pub decode_entities: bool,
     /// Tell of calls while they are read, too.
     pub live: bool,
+    /// A grammar holds the answer: in a call that the marker's own token began, what has no such token is part of a value, and may
+    /// be the text of a tag.
+    pub held: bool,
 }
 
 /// Why the text ended.

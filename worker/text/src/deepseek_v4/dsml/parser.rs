@@ -283,7 +283,7 @@ impl Parser {
                     self.in_block = tag.name == Name::Block;
                     self.state = State::Block;
                     if tag.name != Name::Block {
-                        self.begin_call(tag);
+                        self.begin_call(tag, false);
                     }
                 }
             },
@@ -292,10 +292,15 @@ impl Parser {
 
     /// True when the buffer begins with a marker that came as a token.
     fn is_marker(&mut self) -> bool {
+        self.next_marker() == Some(0) && self.buffer.starts_with(DSML)
+    }
+
+    /// Where in the buffer the first marker is that came as a token.
+    fn next_marker(&mut self) -> Option<usize> {
         while self.markers.front().is_some_and(|at| *at < self.consumed) {
             self.markers.pop_front();
         }
-        self.markers.front() == Some(&self.consumed) && self.buffer.starts_with(DSML)
+        self.markers.front().map(|at| at - self.consumed)
     }
 
     fn block(&mut self, end: Option<End>) {
@@ -315,10 +320,11 @@ impl Parser {
                 }
             }
             Lexed::Tag(len, tag) => {
+                let held = self.options.held && self.next_marker().is_some_and(|at| at < len);
                 self.take(len);
                 match tag.name {
                     Name::Block if tag.closes => self.close_block(),
-                    Name::Invoke | Name::Unknown if !tag.closes => self.begin_call(tag),
+                    Name::Invoke | Name::Unknown if !tag.closes => self.begin_call(tag, held),
                     _ => {}
                 }
             }
@@ -363,10 +369,11 @@ impl Parser {
         self.leave();
     }
 
-    fn begin_call(&mut self, tag: Tag) {
+    fn begin_call(&mut self, tag: Tag, held: bool) {
         let Some(name) = tag.called else { return };
         self.live = Live::default();
-        let call = Call { name, marked: tag.marked, parameters: Vec::new(), stray: String::new(), open: Vec::new() };
+        let call =
+            Call { name, marked: tag.marked, held, parameters: Vec::new(), stray: String::new(), open: Vec::new() };
         if tag.self_closed {
             self.end_call(call, false);
         } else {
@@ -409,13 +416,12 @@ impl Parser {
             self.state = State::Block;
             return;
         };
+        if call.held {
+            return self.in_held_call(call, end);
+        }
         let at = self.buffer.find(may_begin).unwrap_or(self.buffer.len());
         if at > 0 {
-            let text = self.take(at);
-            match call.open.last_mut() {
-                Some(p) => p.push(&text),
-                None => call.stray += &text,
-            }
+            call.push(&self.take(at));
             self.call = Some(call);
             return;
         }
@@ -446,16 +452,44 @@ impl Parser {
             },
         };
         let Some((len, tag)) = structural else {
-            let text = self.take(first);
-            match call.open.last_mut() {
-                Some(p) => p.push(&text),
-                None => call.stray += &text,
-            }
+            call.push(&self.take(first));
             self.call = Some(call);
             return;
         };
         self.take(len);
         self.apply(call, tag);
+    }
+
+    /// In a call that a grammar holds.
+    fn in_held_call(&mut self, mut call: Call, end: Option<End>) {
+        let marker = self.next_marker();
+        let before = &self.buffer[..marker.unwrap_or(self.buffer.len())];
+        // A tag may begin at the end of what there is.
+        let begun = before.strip_suffix("</").or_else(|| before.strip_suffix('<'));
+        let (len, closes) = (before.len(), before == "</");
+        let mut plain = begun.unwrap_or(before).len();
+        if plain == 0 && marker.is_some() {
+            match lex(&self.buffer) {
+                Lexed::Tag(len, tag) => {
+                    self.take(len);
+                    return self.apply(call, tag);
+                }
+                Lexed::Partial { .. } if end.is_some() => self.discard(),
+                Lexed::Partial { .. } => {}
+                Lexed::No => plain = len + DSML.len(),
+            }
+        } else if plain == 0 && end.is_some() {
+            // A closer that was cut.
+            if closes {
+                self.discard();
+            } else {
+                plain = len;
+            }
+        }
+        if plain > 0 {
+            call.push(&self.take(plain));
+        }
+        self.call = Some(call);
     }
 
     fn apply(&mut self, mut call: Call, tag: Tag) {
@@ -473,7 +507,7 @@ impl Parser {
             Name::Invoke if !tag.closes && tag.called.is_some() => {
                 self.end_call(call, false);
                 self.in_block |= self.state == State::Block;
-                self.begin_call(tag);
+                self.begin_call(tag, false);
                 return;
             }
             Name::Invoke | Name::Unknown => return self.end_call(call, false),

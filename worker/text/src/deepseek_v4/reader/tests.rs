@@ -370,3 +370,78 @@ fn deepseek_v4_cut_answers() {
     assert_eq!((heard.text.as_str(), heard.calls.len(), heard.ended), ("Done.", 0, true));
     assert_eq!((heard.part(0).trim_end(), heard.greedy.as_str()), ("Done.", ""));
 }
+
+#[test]
+fn deepseek_v4_the_text_of_a_tag_is_a_value_where_a_grammar_holds_the_call() {
+    let t = tokenizer();
+    let marker = t.token_id(DSML).expect("a token");
+    // What text a value has is in plain tokens, as the grammar has it.
+    let tokens = |parts: &[(&str, bool)]| -> Vec<u32> {
+        let of = |(text, parse): &(&str, bool)| t.encode(text, if *parse { Specials::Parse } else { Specials::Plain });
+        parts.iter().flat_map(of).collect()
+    };
+    let open = "\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"weather\">\n";
+    let close = "</｜DSML｜invoke>\n</｜DSML｜tool_calls>";
+    let parameter = |string: bool| format!("<｜DSML｜parameter name=\"p\" string=\"{string}\">");
+    let schema = |of_p: &Value| {
+        json!([{"type": "function", "function": {"name": "weather", "strict": true, "parameters": {"type": "object",
+            "properties": {"p": of_p}, "required": ["p"], "additionalProperties": false}}}])
+    };
+    for tag in [
+        "</｜DSML｜parameter>",
+        "a</｜DSML｜parameter>\n",
+        "x</｜DSML｜invoke>",
+        "</|DSML|parameter>",
+        "</parameter></invoke></tool_calls>",
+        "<｜DSML｜parameter name=\"q\" string=\"true\">",
+        "<｜DSML｜invoke name=\"weather\">",
+        "</｜DSML｜tool_calls>",
+        "｜DSML｜",
+        "<</",
+        " </ ",
+    ] {
+        let json = Value::from(tag).to_string();
+        let object = json!({"x": tag}).to_string();
+        for (of_p, string, value, text) in [
+            (json!({"const": tag}), true, json!(tag), tag),
+            (json!({"enum": ["other", tag]}), true, json!(tag), tag),
+            (json!({"type": "string"}), true, json!(tag), tag),
+            (json!({"type": "string", "maxLength": 99}), false, json!(tag), &json),
+            (
+                json!({"type": "object", "properties": {"x": {"const": tag}}, "required": ["x"]}),
+                false,
+                json!({"x": tag}),
+                &object,
+            ),
+            (json!({"type": "object"}), false, json!({"x": tag}), &object),
+        ] {
+            let said = tokens(&[
+                (open, true),
+                (&parameter(string), true),
+                (text, false),
+                ("</｜DSML｜parameter>\n", true),
+                (close, true),
+            ]);
+            assert_eq!(said.iter().filter(|t| **t == marker).count(), 6, "the value has none: {text}");
+            let mut format = held_format(&schema(&of_p));
+            let held = format.constraint().expect("it is strict");
+            for token in &said {
+                assert_eq!(held.permits(*token), Ok(true), "{text}: {of_p}");
+                held.take(*token);
+            }
+            let heard = play_tokens(&input(Thinking::None, Some(schema(&of_p))), &[], said, false);
+            assert_eq!(heard.calls, [("weather".to_owned(), json!({"p": value}))], "{text}: {of_p}");
+        }
+    }
+    // Cut in a value that looks like its end, it is none.
+    let cut = tokens(&[(open, true), (&parameter(true), true), ("a</｜DSML｜parameter>\n</｜DSML｜invoke>", false)]);
+    let heard = play_tokens(&input(Thinking::None, Some(schema(&json!({"type": "string"})))), &[], cut, true);
+    assert_eq!((heard.calls.len(), heard.begun), (0, 1));
+}
+
+fn held_format(tools: &Value) -> Box<dyn Reader> {
+    let template = ChatTemplate::compile(metadata()).expect("encoder");
+    let input = input(Thinking::None, Some(tools.clone()));
+    let format = template.answer_format(&input, tokenizer()).expect("schemas").expect("a format of its own");
+    format.reader(Vec::new())
+}

@@ -36,11 +36,23 @@ impl Parameter {
 pub(super) struct Call {
     pub(super) name: String,
     pub(super) marked: bool,
+    /// A grammar holds it, see [`super::Options::held`].
+    pub(super) held: bool,
     /// Names and JSON texts.
     pub(super) parameters: Vec<(String, String)>,
     /// Text between its tags: some models write one JSON object there.
     pub(super) stray: String,
     pub(super) open: Vec<Parameter>,
+}
+
+impl Call {
+    /// Takes what is no tag.
+    pub(super) fn push(&mut self, text: &str) {
+        match self.open.last_mut() {
+            Some(p) => p.push(text),
+            None => self.stray += text,
+        }
+    }
 }
 
 pub(super) fn open_parameter(call: &mut Call, tag: Tag, decode: bool) {
