@@ -33,31 +33,33 @@ pub(super) fn constraint(input: &ChatInput, tokenizer: &Tokenizer) -> Result<Opt
     if input.response_format.is_none() && !tools.iter().any(|t| t.strict) {
         return Ok(None);
     }
-    deep(|| make(input, &tools, tokenizer))
+    deep(|| make(input, input.response_format.as_ref(), &tools, tokenizer))
 }
 
-fn make(input: &ChatInput, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Result<Option<Constraint>, Unenforceable> {
+fn make(
+    input: &ChatInput,
+    schema: Option<&Value>,
+    tools: &[Tool<'_>],
+    tokenizer: &Tokenizer,
+) -> Result<Option<Constraint>, Unenforceable> {
     let answer = |held: Result<Constraint, Unenforceable>| match held {
         Ok(held) => Ok(Some(held)),
         Err(e) if input.response_strict => Err(e),
         Err(_) => Ok(None),
     };
     if tools.is_empty() {
-        let Some(schema) = &input.response_format else { return Ok(None) };
+        let Some(schema) = schema else { return Ok(None) };
         return answer(tokenizer.grammars().and_then(|g| g.schema(schema)).map_err(Unenforceable::from));
     }
     let strict = tools.iter().any(|t| t.strict);
-    if !strict && (input.response_format.is_none() || input.tool_choice != ToolChoice::Auto) {
+    if !strict && (schema.is_none() || input.tool_choice != ToolChoice::Auto) {
         return Ok(None);
     }
-    let held = markup(input, input.response_format.as_ref(), tools, tokenizer)
-        .and_then(|text| Ok(tokenizer.grammars()?.lark(text)?));
+    let held = markup(input, schema, tools, tokenizer).and_then(|text| Ok(tokenizer.grammars()?.lark(text)?));
     match held {
-        Err(_) if strict && input.response_format.is_some() && !input.response_strict => {
-            make(&ChatInput { response_format: None, ..input.clone() }, tools, tokenizer)
-        }
+        Err(_) if strict && schema.is_some() && !input.response_strict => make(input, None, tools, tokenizer),
         Ok(held) => Ok(Some(held)),
-        Err(e) if strict && e.tool.is_none() => Err(culprit(e, input, tools, tokenizer)),
+        Err(e) if strict && e.tool.is_none() => Err(culprit(e, input, schema, tools, tokenizer)),
         Err(e) if strict => Err(e),
         Err(e) => answer(Err(e)),
     }
@@ -76,7 +78,13 @@ fn markup(
 
 /// Names the first strict tool with which there is no grammar of it and those before it, or if the search takes too long a later one of
 /// which that is true; if there is one for all of them, the answer's own schema, or a tool where there is none.
-fn culprit(e: Unenforceable, input: &ChatInput, tools: &[Tool<'_>], tokenizer: &Tokenizer) -> Unenforceable {
+fn culprit(
+    e: Unenforceable,
+    input: &ChatInput,
+    schema: Option<&Value>,
+    tools: &[Tool<'_>],
+    tokenizer: &Tokenizer,
+) -> Unenforceable {
     let begun = Instant::now();
     let strict: Vec<Tool<'_>> = tools.iter().filter(|t| t.strict && t.callable(input)).copied().collect();
     // Not one by one: each of them alone may take as long as all together.
@@ -84,9 +92,9 @@ fn culprit(e: Unenforceable, input: &ChatInput, tools: &[Tool<'_>], tokenizer: &
         let text = markup(input, None, &strict[..n], tokenizer);
         text.and_then(|text| Ok(tokenizer.grammars()?.check(text)?)).err()
     };
-    let known = input.response_format.is_none() && tools.iter().all(|t| t.strict || !t.callable(input));
+    let known = schema.is_none() && tools.iter().all(|t| t.strict || !t.callable(input));
     let Some(mut found) = (if known { Some(e.clone()) } else { fault(strict.len()) }) else {
-        let tool = tools.iter().find(|t| t.strict).filter(|_| input.response_format.is_none()).map(|t| t.index);
+        let tool = tools.iter().find(|t| t.strict).filter(|_| schema.is_none()).map(|t| t.index);
         return Unenforceable { tool, why: e.why };
     };
     let (mut without, mut with) = (0, strict.len());
