@@ -86,8 +86,8 @@ pub struct Options {
     pub decode_entities: bool,
     /// Tell of calls while they are read, too.
     pub live: bool,
-    /// A grammar holds the answer: in a call that the marker's own token began, what has no such token is part of a value, and may
-    /// be the text of a tag.
+    /// A grammar holds the answer: a tag has the marker's own token, and what has none may be the text of a tag. A call in plain
+    /// letters would follow no schema.
     pub held: bool,
 }
 

@@ -254,6 +254,16 @@ impl Parser {
             }
         }
         let first = self.buffer.chars().next().map_or(0, char::len_utf8);
+        if self.options.held {
+            // A tag has its marker's token at its beginning.
+            let may_come = end.is_none() && matches!(self.buffer.as_str(), "<" | "</");
+            if may_come {
+                return;
+            }
+            if self.next_marker().is_none_or(|at| at > "</".len()) {
+                return self.say(first);
+            }
+        }
         match lex(&self.buffer) {
             Lexed::No if self.is_marker() => self.drop_slip(DSML.len()),
             Lexed::No => self.say(first),

@@ -439,6 +439,34 @@ fn deepseek_v4_the_text_of_a_tag_is_a_value_where_a_grammar_holds_the_call() {
     assert_eq!((heard.calls.len(), heard.begun), (0, 1));
 }
 
+#[test]
+fn deepseek_v4_the_text_of_a_tag_is_text_where_a_grammar_holds_the_answer() {
+    let t = tokenizer();
+    let strict = json!([{"type": "function", "function": {"name": "weather", "strict": true, "parameters": {"type": "object"}}}]);
+    for tag in [
+        "<｜DSML｜tool_calls>",
+        "<｜DSML｜tool_calls>\n<｜DSML｜invoke name=\"weather\">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "<invoke name=\"weather\"></invoke>",
+        "</｜DSML｜invoke",
+        "<｜DSML｜inv",
+        "<",
+        "</",
+    ] {
+        let said = Value::from(tag).to_string();
+        let of_schema = ChatInput { response_format: Some(json!({"const": tag})), ..input(Thinking::None, None) };
+        let heard = play_tokens(&of_schema, &[], t.encode(&said, Specials::Plain), false);
+        assert_eq!((heard.text.as_str(), heard.calls.len()), (said.as_str(), 0));
+        let with_tools = input(Thinking::None, Some(strict.clone()));
+        let said = format!("Look: {tag}");
+        let heard = play_tokens(&with_tools, &[], t.encode(&said, Specials::Plain), false);
+        assert_eq!((heard.text.as_str(), heard.calls.len()), (said.as_str(), 0));
+    }
+    let call =
+        format!("Look.\n\n<{DSML}tool_calls>\n<{DSML}invoke name=\"weather\">\n\n</{DSML}invoke>\n</{DSML}tool_calls>");
+    let heard = play(&input(Thinking::None, Some(strict)), &[], &call, false);
+    assert_eq!((heard.text.as_str(), heard.calls), ("Look.", vec![("weather".to_owned(), json!({}))]));
+}
+
 fn held_format(tools: &Value) -> Box<dyn Reader> {
     let template = ChatTemplate::compile(metadata()).expect("encoder");
     let input = input(Thinking::None, Some(tools.clone()));
