@@ -19,8 +19,8 @@ pub struct Sampling {
     /// Most tokens to generate
     #[arg(short = 'n', long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: Option<u32>,
-    /// Temperature; 0 always takes the most likely token [default: 0.6, 0 for dumps]
-    #[arg(long = "temp", value_name = "T", value_parser = at_least_zero)]
+    /// Temperature, 0 to 2; 0 always takes the most likely token [default: 0.6, 0 for dumps]
+    #[arg(long = "temp", value_name = "T", value_parser = temperature)]
     temperature: Option<f64>,
     /// Nucleus sampling: keep the most likely tokens up to this probability mass [default: 0.9]
     #[arg(long, value_name = "P", value_parser = probability)]
@@ -34,8 +34,8 @@ pub struct Sampling {
     /// Same seed, prompt and flags: same text
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
-    /// Stop before this text (repeatable)
-    #[arg(long, value_name = "TEXT")]
+    /// Stop before this text (up to four times)
+    #[arg(long, value_name = "TEXT", value_parser = stop_text)]
     stop: Vec<String>,
     /// How much a model that can think should [default: high for such a model]
     #[arg(long, value_enum, value_name = "MODE")]
@@ -69,8 +69,16 @@ fn number(text: &str) -> Result<f64, String> {
     text.parse::<f64>().ok().filter(|v| v.is_finite()).ok_or_else(|| format!("`{text}` is not a number"))
 }
 
-fn at_least_zero(text: &str) -> Result<f64, String> {
-    number(text).and_then(|v| if v >= 0.0 { Ok(v) } else { Err(format!("{v} is below 0")) })
+fn temperature(text: &str) -> Result<f64, String> {
+    number(text).and_then(|v| if (0.0..=2.0).contains(&v) { Ok(v) } else { Err(format!("{v} is outside 0 to 2")) })
+}
+
+/// What a worker takes as one of its up to four.
+fn stop_text(text: &str) -> Result<String, String> {
+    match text.len() {
+        1..=1024 => Ok(text.into()),
+        n => Err(format!("it has {n} bytes: give 1 to 1024")),
+    }
 }
 
 fn probability(text: &str) -> Result<f64, String> {
@@ -361,7 +369,8 @@ mod tests {
 
     #[test]
     fn out_of_range_numbers_are_refused() {
-        assert!(probability("1.5").is_err() && probability("nan").is_err() && at_least_zero("-1").is_err());
+        assert!(probability("1.5").is_err() && probability("nan").is_err() && temperature("-1").is_err());
+        assert!(temperature("9").is_err() && stop_text("").is_err() && stop_text(&"x".repeat(1025)).is_err());
         assert_eq!(probability("0.9"), Ok(0.9));
     }
 

@@ -21,6 +21,7 @@ mod serve;
 
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use ds4_settings::Origins;
 
@@ -65,7 +66,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let mut command = Cli::command();
-    let matches = command.get_matches_mut();
+    let matches = match command.try_get_matches_from_mut(std::env::args_os()) {
+        Ok(matches) => matches,
+        Err(error) => plain_usage(error, &mut command).exit(),
+    };
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|e| e.format(&mut command).exit());
     // Which flags of the chosen subcommand were given, for the layered configuration.
     let origins = matches.subcommand().map_or_else(Origins::default, |(name, matches)| {
@@ -79,6 +83,21 @@ fn main() -> ExitCode {
             ExitCode::from(Failure::code_of(&error))
         }
     }
+}
+
+/// An error with the usage that the help has: clap's own shows options as required that the environment has given.
+fn plain_usage(mut error: clap::Error, command: &mut clap::Command) -> clap::Error {
+    if error.kind() == ErrorKind::MissingRequiredArgument {
+        let mut command = command;
+        for word in std::env::args().skip(1) {
+            if command.find_subcommand(&word).is_some() {
+                let Some(found) = command.find_subcommand_mut(&word) else { return error };
+                command = found;
+            }
+        }
+        error.insert(ContextKind::Usage, ContextValue::StyledStr(command.render_usage()));
+    }
+    error
 }
 
 fn dispatch(command: Command, origins: &Origins) -> anyhow::Result<ExitCode> {

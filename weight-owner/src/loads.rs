@@ -113,10 +113,13 @@ impl Loads {
             let mut in_flight = self.lock();
             if let Some(running) = in_flight.get(&request.path) {
                 if !request.name.is_empty() && request.name != running.name {
+                    let under = match running.name.as_str() {
+                        "" => "its own name".to_owned(),
+                        name => format!("the name {name:?}"),
+                    };
                     let text = format!(
-                        "{} is being loaded under the name {:?}; wait for that, then load it as {:?}",
+                        "{} is being loaded under {under}; wait for that, then load it as {:?}",
                         request.path.display(),
-                        running.name,
                         request.name
                     );
                     return Err(Failure::usage("load_in_flight", text));

@@ -21,7 +21,8 @@ pub struct Flags {
     /// Refuse the model unless its content hash is this one (with exactly one --model)
     #[arg(long, env = "DS4_EXPECT_BLAKE3", value_name = "HEX")]
     pub expect_blake3: Option<String>,
-    /// Directory of the sockets broker.sock and owner.sock
+    /// Directory of the sockets broker.sock and owner.sock [default: $XDG_RUNTIME_DIR/ds4; without that /run/ds4 for
+    /// root, /tmp/ds4-UID for others]
     #[arg(long, env = "DS4_RUNTIME_DIR", value_name = "DIR")]
     pub runtime_dir: Option<PathBuf>,
     /// User id that may attach besides root and the owner's own (may be given several times)

@@ -172,7 +172,10 @@ async fn a_second_load_of_the_same_model_joins_the_one_in_flight() {
     assert_eq!((last(&first).state(), last(&first).epoch), (Ready, 1));
     assert_eq!((last(&second).state(), last(&second).epoch), (Ready, 1));
     assert_eq!(refused.code(), Code::FailedPrecondition);
-    assert!(refused.message().contains("load_in_flight"), "{refused:?}");
+    assert!(
+        refused.message().contains("load_in_flight") && refused.message().contains("under its own name"),
+        "{refused:?}"
+    );
     assert_eq!(models(&owner).await.len(), 1);
 }
 

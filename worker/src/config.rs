@@ -45,7 +45,8 @@ pub struct Flags {
     /// Allow an address that other machines can reach, although the API asks for no keys
     #[arg(long, env = "DS4_ALLOW_REMOTE", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub allow_remote: Option<bool>,
-    /// Directory of the owner's and the worker's sockets
+    /// Directory of the owner's and the worker's sockets [default: $XDG_RUNTIME_DIR/ds4; without that /run/ds4 for
+    /// root, /tmp/ds4-UID for others]
     #[arg(long, env = "DS4_RUNTIME_DIR", value_name = "DIR")]
     pub runtime_dir: Option<PathBuf>,
     /// Name of the owner's model to serve [default: the only one it has]

@@ -30,10 +30,10 @@ async fn channel(socket: PathBuf) -> anyhow::Result<Channel> {
         async move { UnixStream::connect(socket).await.map(TokioIo::new) }
     };
     // The URI is only the HTTP/2 authority; the connector decides where the bytes go.
-    Endpoint::from_static("http://localhost")
-        .connect_with_connector(tower::service_fn(connect))
-        .await
-        .map_err(|e| Failure::error(EXIT_PEER, format!("{shown}: {}", root_cause(&e))))
+    Endpoint::from_static("http://localhost").connect_with_connector(tower::service_fn(connect)).await.map_err(|e| {
+        let why = Path::new(&shown).parent().and_then(denied);
+        Failure::error(EXIT_PEER, why.unwrap_or_else(|| format!("{shown}: {}", root_cause(&e))))
+    })
 }
 
 fn root_cause(error: &dyn std::error::Error) -> String {
@@ -42,6 +42,23 @@ fn root_cause(error: &dyn std::error::Error) -> String {
         cause = inner;
     }
     cause.to_string()
+}
+
+/// What is the matter when processes are there that this user may not talk to.
+pub fn denied(dir: &Path) -> Option<String> {
+    use std::os::unix::fs::MetadataExt as _;
+    let refused = |socket: &str| {
+        let answer = std::os::unix::net::UnixStream::connect(dir.join(socket));
+        answer.is_err_and(|e| e.kind() == std::io::ErrorKind::PermissionDenied)
+    };
+    [OWNER_SOCKET, WORKER_SOCKET].into_iter().find(|socket| refused(socket))?;
+    let of = std::fs::metadata(dir).map(|m| format!("user {}", m.uid())).unwrap_or_else(|_| "another user".into());
+    Some(format!(
+        "{} belongs to {of}, and this is user {}: only its own user and root may look at and control what runs there (with sudo \
+         -u, for example); to use what it serves, give `ds4 run` and `ds4 chat` its --url",
+        dir.display(),
+        nix::unistd::geteuid()
+    ))
 }
 
 /// A client of the owner in `dir`.

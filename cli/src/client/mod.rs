@@ -27,7 +27,8 @@ pub struct WorkerArgs {
 /// Where the sockets are.
 #[derive(clap::Args, Clone, Debug)]
 pub struct RuntimeArgs {
-    /// Directory of the control sockets [default: $XDG_RUNTIME_DIR/ds4, /run/ds4 for root]
+    /// Directory of the control sockets [default: $XDG_RUNTIME_DIR/ds4; without that /run/ds4 for root, /tmp/ds4-UID for
+    /// others]
     #[arg(long, global = true, env = "DS4_RUNTIME_DIR", value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
 }
@@ -91,6 +92,9 @@ fn no_worker(dir: &Path, error: &anyhow::Error) -> anyhow::Error {
     if let Some(pid) = crate::serve::supervisor(dir) {
         let text = format!("`ds4 serve` (pid {pid}) supervises {}, but no worker is ready: {error:#}", dir.display());
         return Failure::error(EXIT_PEER, text);
+    }
+    if let Some(why) = control::denied(dir) {
+        return Failure::error(EXIT_PEER, why);
     }
     Failure::error(
         EXIT_PEER,

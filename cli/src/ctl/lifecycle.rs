@@ -112,7 +112,8 @@ pub(super) async fn stop(dir: &Path, out: Output, args: &StopArgs) -> anyhow::Re
         stopped.push(name);
     }
     if stopped.is_empty() {
-        return Err(Failure::error(EXIT_PEER, format!("nothing runs in {}", dir.display())));
+        let nothing = || format!("nothing runs in {}", dir.display());
+        return Err(Failure::error(EXIT_PEER, control::denied(dir).unwrap_or_else(nothing)));
     }
     out.object(json!({"stopped": stopped}), &format!("Stopped: {}.", stopped.join(", ")))
 }

@@ -246,7 +246,8 @@ fn weights_cell(worker: &v1::WorkerStatusReply, leases: Option<&[v1::Lease]>) ->
 async fn status(dir: &Path, out: Output) -> anyhow::Result<()> {
     let (owner, worker) = tokio::join!(control::owner_status(dir), control::worker_status(dir));
     if let (Err(error), Err(_)) = (&owner, &worker) {
-        let text = format!("nothing runs in {} ({error:#}); start it with `ds4 serve`", dir.display());
+        let nothing = || format!("nothing runs in {} ({error:#}); start it with `ds4 serve`", dir.display());
+        let text = control::denied(dir).unwrap_or_else(nothing);
         return Err(crate::failure::Failure::error(ds4_settings::EXIT_PEER, text));
     }
     let (models, leases) = match &owner {

@@ -407,13 +407,36 @@ impl Http {
 async fn welcome(dir: &Path) -> anyhow::Result<()> {
     let status = control::worker_status(dir).await?;
     let url = format!("http://{}", status.http.parse().map_or(status.http.clone(), |a| reachable(a).to_string()));
+    let elsewhere = elsewhere(dir);
     // A terminal that is gone is no reason to end what serves.
     let _ = ds4_os::show!(
         "ds4 serves {model} at {url}\n\n  \
          curl {url}/v1/chat/completions -H 'content-type: application/json' \\\n    \
          -d '{{\"model\": \"{model}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Hello!\"}}], \"temperature\": 0}}'\n\n\
-         or `ds4 chat`. `ds4 ctl status` shows what runs; Ctrl-C ends it.\n",
+         or `ds4 chat{elsewhere}`. `ds4 ctl status{elsewhere}` shows what runs; Ctrl-C ends it.\n",
         model = status.model,
     );
     Ok(())
+}
+
+/// The flag that commands of another shell need to find `dir`.
+fn elsewhere(dir: &Path) -> String {
+    if dir == ds4_settings::default_runtime_dir() {
+        return String::new();
+    }
+    let text = dir.display().to_string();
+    let plain = text.chars().all(|c| c.is_ascii_alphanumeric() || "/._-+".contains(c));
+    format!(" --runtime-dir {}", if plain { text } else { format!("'{}'", text.replace('\'', r"'\''")) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_told_of_a_directory_where_they_would_not_look() {
+        assert_eq!(elsewhere(&ds4_settings::default_runtime_dir()), "");
+        assert_eq!(elsewhere(Path::new("/run/my-ds4")), " --runtime-dir /run/my-ds4");
+        assert_eq!(elsewhere(Path::new("/a b/it's")), r" --runtime-dir '/a b/it'\''s'");
+    }
 }

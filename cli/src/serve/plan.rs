@@ -20,7 +20,8 @@ use crate::failure::Failure;
 #[derive(clap::Args, Serialize, Deserialize, Default, Clone, Debug)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ServeFlags {
-    /// Directory of the sockets [default: $XDG_RUNTIME_DIR/ds4, /run/ds4 for root]
+    /// Directory of the sockets [default: $XDG_RUNTIME_DIR/ds4; without that /run/ds4 for root, /tmp/ds4-UID for
+    /// others]
     #[arg(long, env = "DS4_RUNTIME_DIR", value_name = "DIR")]
     pub runtime_dir: Option<PathBuf>,
     /// Failed starts in a row after which serve gives up [default: 5]

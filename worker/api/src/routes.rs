@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Router;
 use axum::body::Body;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
@@ -206,8 +207,11 @@ async fn models(State(api): State<Arc<Api>>) -> Response {
     ok(&json!({ "object": "list", "data": [model_json(api.backend.model())] }))
 }
 
-async fn model(State(api): State<Arc<Api>>, Path(id): Path<String>) -> Response {
+async fn model(State(api): State<Arc<Api>>, id: Result<Path<String>, PathRejection>) -> Response {
     let m = api.backend.model();
+    let Ok(Path(id)) = id else {
+        return ApiError::bad_request("invalid_utf8", "the model's name in the URL is not UTF-8").into_response();
+    };
     if id == m.name { ok(&model_json(m)) } else { model_not_found(&id, m).into_response() }
 }
 

@@ -50,6 +50,8 @@ async fn errors_have_openai_s_shape_and_stable_codes() {
     }
     let answer = server.get(chat).await;
     assert_eq!((answer.status, answer.header("allow")), (405, Some("POST")));
+    let answer = server.get("/v1/models/a%ff").await;
+    assert_eq!((answer.status, &*answer.code()), (400, "invalid_utf8"));
     // No generation was started by any of them.
     assert!(server.script.seen().requests.is_empty());
 }
