@@ -5,7 +5,7 @@
 //! grammars one by one, each with the definitions and without the rest.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use serde_json::{Map, Value};
 
@@ -18,16 +18,17 @@ use crate::schema::{DEFINITIONS, few_parts, inside, inside_mut, refused};
 /// One in a part with an `$id` of its own, which it would have to be resolved against; too many copies, or of too many bytes.
 pub(crate) fn resolve(root: &mut Value) -> Result<(), ConstraintError> {
     let mut found = Found::default();
-    found.collect(root, true)?;
+    found.collect(root, true, true)?;
     let id = root.get("$id").and_then(Value::as_str).map(|id| id.trim_end_matches('#'));
     let mut rewritten = HashMap::new();
     let mut copies = Map::new();
     let (mut names, mut bytes) = (Names { root, tried: 0 }, 0);
     for text in &found.refs {
-        let own = id.and_then(|id| text.strip_prefix(id)).filter(|rest| rest.is_empty() || rest.starts_with('#'));
-        let inner = own.or_else(|| Some(*text).filter(|text| text.starts_with('#')));
-        let target = inner.and_then(|inner| found.target(root, inner.strip_prefix('#').unwrap_or(inner)));
-        if target.is_none() && inner == Some("#/") {
+        let (document, fragment) = text.split_once('#').unwrap_or((text, ""));
+        let own = document.is_empty() || id.is_some_and(|id| leads_to(document, id));
+        let inner = Some(fragment).filter(|_| own);
+        let target = inner.and_then(|inner| found.target(root, inner));
+        if target.is_none() && inner == Some("/") {
             // The library takes it for the root.
             return refused("`$ref` `#/` is the part whose name is empty, and there is none");
         }
@@ -85,22 +86,33 @@ impl Names<'_> {
 struct Found<'a> {
     refs: Vec<&'a str>,
     anchors: HashMap<&'a str, &'a Value>,
+    /// Those of the root's own document, where no two parts may have the same one.
+    own_anchors: HashSet<&'a str>,
 }
 
 impl<'a> Found<'a> {
-    fn collect(&mut self, schema: &'a Value, is_root: bool) -> Result<(), ConstraintError> {
+    fn collect(&mut self, schema: &'a Value, is_root: bool, own: bool) -> Result<(), ConstraintError> {
         let text = |key: &str| schema.get(key).and_then(Value::as_str);
         // Before draft 2019-09 an anchor was an `$id`.
         let (anchor, id) = match text("$id") {
             Some(id) if id.starts_with('#') => (id.get(1..), None),
             id => (None, id.filter(|_| !is_root)),
         };
+        let own = own && id.is_none();
         if let Some(anchor) = text("$anchor").or(anchor) {
-            self.anchors.insert(anchor, schema);
+            if own {
+                if !self.own_anchors.insert(anchor) {
+                    let anchor: String = anchor.chars().take(64).collect();
+                    return refused(format!("two parts of the schema have the `$anchor` {anchor}; rename one of them"));
+                }
+                self.anchors.insert(anchor, schema);
+            } else {
+                self.anchors.entry(anchor).or_insert(schema);
+            }
         }
         self.refs.extend(text("$ref"));
         let before = self.refs.len();
-        inside(schema).try_for_each(|(_, part)| self.collect(part, false))?;
+        inside(schema).try_for_each(|(_, part)| self.collect(part, false, own))?;
         if let Some(id) = id
             && (text("$ref").is_some() || self.refs.len() > before)
         {
@@ -126,6 +138,41 @@ impl<'a> Found<'a> {
             && names.all(|name| !name.is_empty() && !name.contains('~'));
         Some((target, plain.then(|| format!("#{pointer}"))))
     }
+}
+
+/// Whether a reference in a document with this `$id` leads to the document itself, by RFC 3986 as far as paths go.
+fn leads_to(reference: &str, id: &str) -> bool {
+    if reference == id {
+        return true;
+    }
+    // "scheme://host" and the path.
+    let split = |uri: &str| -> (usize, usize) {
+        let scheme = uri.find("://").filter(|at| !uri[..*at].contains('/'));
+        let host = scheme.map_or(0, |at| at + "://".len());
+        (scheme.map_or(0, |at| at + 1), scheme.map_or(0, |_| uri[host..].find('/').map_or(uri.len(), |at| host + at)))
+    };
+    let (scheme, host) = split(id);
+    let directory = id.rfind('/').filter(|at| *at >= host).map_or(host, |at| at + 1);
+    let base = match reference {
+        r if split(r) != (0, 0) => "",
+        r if r.starts_with("//") => &id[..scheme],
+        r if r.starts_with('/') => &id[..host],
+        _ => &id[..directory],
+    };
+    let without_dots = |uri: &str| {
+        let path = split(uri).1;
+        let mut names: Vec<&str> = Vec::new();
+        for name in uri[path..].split('/') {
+            match name {
+                "." => {}
+                ".." if names.last().is_some_and(|last| !last.is_empty()) => drop(names.pop()),
+                ".." => {}
+                name => names.push(name),
+            }
+        }
+        uri[..path].to_owned() + &names.join("/")
+    };
+    without_dots(&format!("{base}{reference}")) == without_dots(id)
 }
 
 /// A text without `%xx`; as it is, if that is no text.
@@ -210,6 +257,50 @@ mod tests {
         }
         let older = json!({"items": {"$ref": "#whole"}, "type": "array", "definitions": {"b": {"$id": "#whole", "type": "integer"}}});
         assert!(accepts(&older, "[1]") && !accepts(&older, "[true]"));
+    }
+
+    #[test]
+    fn a_reference_through_the_schema_s_own_id_leads_into_it() {
+        for (id, at, leads) in [
+            ("root.json", "root.json", true),
+            ("root.json", "./root.json", true),
+            ("root.json", "/root.json", false),
+            ("/s/root.json", "root.json", true),
+            ("/s/root.json", "/s/root.json", true),
+            ("/s/root.json", "../s/root.json", true),
+            ("https://example.com/s/root.json", "root.json", true),
+            ("https://example.com/s/root.json", "/s/root.json", true),
+            ("https://example.com/s/root.json", "//example.com/s/root.json", true),
+            ("https://example.com/s/root.json", "../s/./root.json", true),
+            ("https://example.com/s/root.json", "../../../s/root.json", true),
+            ("https://example.com/s/root.json", "https://example.com/s/root.json", true),
+            ("https://example.com/s/root.json", "/root.json", false),
+            ("https://example.com/s/root.json", "oot.json", false),
+            ("https://example.com/s/root.json", "http://example.com/s/root.json", false),
+            ("https://example.com/s/root.json", "s/root.json", false),
+            ("https://example.com", "/x", false),
+            ("urn:example:s", "urn:example:s", true),
+            ("urn:example:s", "s", false),
+            ("../root.json", "root.json", true),
+        ] {
+            assert_eq!(leads_to(at, id), leads, "{at} from {id}");
+            let schema = json!({"$id": id, "type": "array", "items": {"$ref": format!("{at}#/$defs/x")}, "$defs": {"x": {"type": "integer"}}});
+            if leads {
+                assert!(accepts(&schema, "[1]") && !accepts(&schema, "[true]"), "{at} from {id}");
+            } else {
+                assert!(held(&schema).is_err(), "{at} from {id}");
+            }
+        }
+    }
+
+    #[test]
+    fn two_parts_with_one_anchor_are_refused() {
+        let twice = json!({"$ref": "#a", "$defs": {"x": {"$anchor": "a", "type": "string"}, "y": {"$anchor": "a", "type": "integer"}}});
+        assert!(held(&twice).unwrap_err().0.contains("`$anchor` a;"));
+        // Documents inside of this one have their own.
+        let inner = json!({"$ref": "#a", "$defs": {"w": {"$id": "w", "$anchor": "a"}, "x": {"$anchor": "a", "type": "integer"},
+            "z": {"$id": "z", "properties": {"y": {"$anchor": "a", "type": "string"}}}}});
+        assert!(accepts(&inner, "1") && !accepts(&inner, "\"a\""));
     }
 
     #[test]
