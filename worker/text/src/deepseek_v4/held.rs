@@ -6,7 +6,6 @@
 
 use std::collections::HashSet;
 use std::fmt::Write as _;
-use std::time::{Duration, Instant};
 
 use serde_json::{Map, Value, json};
 
@@ -20,9 +19,9 @@ use crate::tokenizer::Tokenizer;
 /// Keywords that say nothing of a value.
 const ANNOTATIONS: [&str; 7] = ["title", "description", "default", "examples", "deprecated", "$comment", "nullable"];
 
-/// Time after which no other grammar is begun to find out whose fault it is. One takes up to half a second, 24 tools of an editing agent
-/// 16 ms, and among a thousand tools there are ten to begin.
-const SEARCH: Duration = Duration::from_millis(250);
+/// Most bytes of all grammars that are made to find out whose fault it is. 64 KiB may take 0.3 s; 24 tools of an editing agent have 50, of
+/// which a search takes no more than five times as much.
+const SEARCHED: usize = 256 << 10;
 
 /// What the answers to `input` are held to after their reasoning; `None`: to nothing.
 ///
@@ -76,7 +75,7 @@ fn markup(
     Grammar { dsml, rules: String::new(), schemas: 0, parts: 0, bytes: 0 }.whole(input, schema, tools)
 }
 
-/// Names the first strict tool with which there is no grammar of it and those before it, or if the search takes too long a later one of
+/// Names the first strict tool with which there is no grammar of it and those before it, or if that is too much to search a later one of
 /// which that is true; if there is one for all of them, the answer's own schema, or a tool where there is none.
 fn culprit(
     e: Unenforceable,
@@ -85,22 +84,23 @@ fn culprit(
     tools: &[Tool<'_>],
     tokenizer: &Tokenizer,
 ) -> Unenforceable {
-    let begun = Instant::now();
     let strict: Vec<Tool<'_>> = tools.iter().filter(|t| t.strict && t.callable(input)).copied().collect();
     // Not one by one: each of them alone may take as long as all together.
-    let fault = |n: usize| {
-        let text = markup(input, None, &strict[..n], tokenizer);
-        text.and_then(|text| Ok(tokenizer.grammars()?.check(text)?)).err()
-    };
+    let text = |n: usize| markup(input, None, &strict[..n], tokenizer);
+    let fault = |text: String| tokenizer.grammars().and_then(|g| g.check(text)).err().map(Unenforceable::from);
     let known = schema.is_none() && tools.iter().all(|t| t.strict || !t.callable(input));
-    let Some(mut found) = (if known { Some(e.clone()) } else { fault(strict.len()) }) else {
+    let Some(mut found) = (if known { Some(e.clone()) } else { text(strict.len()).map_or_else(Some, fault) }) else {
         let tool = tools.iter().find(|t| t.strict).filter(|_| schema.is_none()).map(|t| t.index);
         return Unenforceable { tool, why: e.why };
     };
-    let (mut without, mut with) = (0, strict.len());
-    while without + 1 < with && begun.elapsed() < SEARCH {
+    let (mut without, mut with, mut left) = (0, strict.len(), SEARCHED);
+    while without + 1 < with {
         let middle = without.midpoint(with);
-        match fault(middle) {
+        // What can be written of all of them can be of fewer.
+        let Ok(text) = text(middle) else { break };
+        let Some(rest) = left.checked_sub(text.len()) else { break };
+        left = rest;
+        match fault(text) {
             Some(e) => (with, found) = (middle, e),
             None => without = middle,
         }
