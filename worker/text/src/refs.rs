@@ -12,7 +12,10 @@ use serde_json::{Map, Value};
 use crate::constraint::{ConstraintError, fits, length};
 use crate::schema::{DEFINITIONS, few_parts, inside, inside_mut, refused};
 
-/// Rewrites the references that lead somewhere inside of the schema. The library minds those that do not, if a value comes to them.
+/// Most bytes of a schema's own `$id` that references are resolved against; with a longer one they must spell all of it, or nothing.
+const MOST_ID: usize = 2048;
+
+/// Rewrites the references that lead somewhere inside of the schema, and leaves anchors out. The library minds those that do not, if a value comes to them.
 ///
 /// # Errors
 /// One in a part with an `$id` of its own, which it would have to be resolved against; too many copies, or of too many bytes.
@@ -61,6 +64,30 @@ pub(crate) fn resolve(root: &mut Value) -> Result<(), ConstraintError> {
         }
     }
     Ok(())
+}
+
+/// Puts what the root refers to in the root's place, as some generators have all of a schema in a definition. The definitions stay, and
+/// so does what `may_stay` of the root's own. A root that says more is left as it is.
+pub(crate) fn inline_root(root: &mut Value, may_stay: impl Fn(&str, &Value) -> bool) {
+    let mut seen = HashSet::new();
+    while let Some(object) = root.as_object()
+        && let Some(at) = object.get("$ref").and_then(Value::as_str)
+        && object
+            .iter()
+            .all(|(key, value)| key == "$ref" || DEFINITIONS.contains(&key.as_str()) || may_stay(key, value))
+        && let Some(Value::Object(target)) = at.strip_prefix('#').and_then(|at| root.pointer(at))
+        && seen.insert(at.to_owned())
+    {
+        let mut target = target.clone();
+        target.retain(|key, _| key != "$id" && !DEFINITIONS.contains(&key.as_str()));
+        let Value::Object(before) = std::mem::take(root) else { return };
+        for (key, value) in before {
+            if key != "$ref" {
+                target.entry(key).or_insert(value);
+            }
+        }
+        *root = target.into();
+    }
 }
 
 /// Names for copies. Each is tried once, as the client may have taken it: a search from the first one for every copy is quadratic.
@@ -145,6 +172,10 @@ fn leads_to(reference: &str, id: &str) -> bool {
     if reference == id {
         return true;
     }
+    // Each of thousands of references would be taken apart with the whole of the `$id`.
+    if id.len() > MOST_ID {
+        return false;
+    }
     // "scheme://host" and the path.
     let split = |uri: &str| -> (usize, usize) {
         let scheme = uri.find("://").filter(|at| !uri[..*at].contains('/'));
@@ -197,6 +228,10 @@ fn rewrite(schema: &mut Value, rewritten: &HashMap<String, String>) {
     {
         at.clone_from(to);
     }
+    // Nothing goes by them any more, and a copy must not have the same one.
+    object.retain(|key, value| {
+        key != "$anchor" && !(key == "$id" && value.as_str().is_some_and(|id| id.starts_with('#')))
+    });
     inside_mut(object).for_each(|part| rewrite(part, rewritten));
 }
 
@@ -301,6 +336,9 @@ mod tests {
         let inner = json!({"$ref": "#a", "$defs": {"w": {"$id": "w", "$anchor": "a"}, "x": {"$anchor": "a", "type": "integer"},
             "z": {"$id": "z", "properties": {"y": {"$anchor": "a", "type": "string"}}}}});
         assert!(accepts(&inner, "1") && !accepts(&inner, "\"a\""));
+        // A part and its copy are none.
+        let mut copied = json!({"items": {"$ref": "#a"}, "$defs": {"x": {"$anchor": "a", "items": {"$anchor": "b"}}}});
+        assert_eq!((resolve(&mut copied), resolve(&mut copied)), (Ok(()), Ok(())));
     }
 
     #[test]
@@ -356,6 +394,19 @@ mod tests {
             assert_eq!(schema, before, "it ends before any is put in");
         }
         assert!(held(&of(40_000)).unwrap_err().0.contains("more than 2000"));
+    }
+
+    #[test]
+    fn an_id_is_taken_apart_for_its_references_only_where_it_is_short() {
+        let id = |bytes: usize| format!("https://example.com/{}s", "a/".repeat((bytes - 21) / 2));
+        for (bytes, resolved) in [(MOST_ID, true), (MOST_ID + 1, true), (MOST_ID + 2, false), (500_000, false)] {
+            let id = id(bytes);
+            assert!(leads_to("s", &id) == resolved && leads_to(&id, &id), "{}", id.len());
+        }
+        // 10,000 references: half a minute, if each were resolved against all of it.
+        let refs: Vec<Value> = (0..10_000).map(|i| json!({"$ref": format!("s#/x/{i}")})).collect();
+        let mut long = json!({"$id": id(500_000), "anyOf": refs});
+        assert_eq!(resolve(&mut long), Ok(()));
     }
 
     #[test]

@@ -211,6 +211,11 @@ impl Grammar {
         // Before its parts are looked at one by one.
         let mut schema = schema.clone();
         refs::resolve(&mut schema)?;
+        refs::inline_root(&mut schema, |key, value| {
+            ["$schema", "$id", "strict"].contains(&key)
+                || ANNOTATIONS.contains(&key)
+                || (key == "type" && value == "object")
+        });
         let object = schema.as_object().filter(|s| s.get("type").is_none_or(|t| t == "object"));
         let Some(object) = object else { return refused("the schema's `type` is not `object`") };
         // What ties parameters to each other, or names them by a pattern, has no place in this markup.

@@ -258,6 +258,47 @@ fn references_from_a_tool_s_parameters_lead_out_of_them() {
 }
 
 #[test]
+fn parameters_that_are_a_definition_are_held_as_if_written_out() {
+    let point = json!({"type": "object", "title": "Point", "additionalProperties": false, "required": ["x"],
+        "properties": {"x": {"$ref": "#/$defs/N"}, "next": {"$ref": "#/$defs/Point"}}});
+    let defs = json!({"N": {"type": "integer"}, "Point": point, "Alias": {"$ref": "#/$defs/Point", "description": "d"}, "N N": {"type": "string"}});
+    let held = |parameters: Value| of(json!([tool("f", true, parameters)]), ToolChoice::Named("f".into()), None);
+    for root in [
+        json!({"$ref": "#/$defs/Point", "$defs": defs}),
+        json!({"$ref": "#/$defs/Alias", "$defs": defs, "$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"}),
+        json!({"$ref": "p.json#/$defs/Point", "$id": "https://example.com/p.json", "$defs": defs}),
+    ] {
+        let held = held(root).unwrap().unwrap();
+        let whole = |rest: &str| format!("\n\n{}", call("f", &(parameter("x", false, "1") + rest)));
+        let next = |value: &str| whole(&parameter("next", false, value));
+        check(
+            &held,
+            &[&whole(""), &next(r#"{"x": 2, "next": {"x": 3}}"#)],
+            &[
+                &next("{}"),
+                &next("1"),
+                &format!("\n\n{}", call("f", &parameter("x", true, "1"))),
+                &format!("\n\n{}", call("f", "\n")),
+            ],
+        );
+    }
+    for (root, part) in [
+        (json!({"$ref": "#/$defs/Point", "$defs": defs, "minProperties": 2}), "`$ref`"),
+        (json!({"$ref": "#/$defs/N N", "$defs": defs}), "`type` is not `object`"),
+        (json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}), "`$ref`"),
+        (json!({"$ref": "#"}), "`$ref`"),
+        (json!({"$ref": "#/$defs/none"}), "`$ref`"),
+    ] {
+        let why = held(root.clone()).unwrap_err().why;
+        assert!(why.contains(part), "{root}: {why}");
+    }
+    let endless =
+        json!({"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"], "additionalProperties": false});
+    let why = held(endless).unwrap_err().why;
+    assert!(why.contains("nothing can follow it"), "{why}");
+}
+
+#[test]
 fn all_tools_of_a_request_are_bounded_together() {
     let strings: Map<String, Value> = (0..190).map(|i| (format!("p{i}"), json!({"type": "string"}))).collect();
     let parameters = json!({"type": "object", "properties": strings});
