@@ -173,9 +173,9 @@ impl<'a> Fields<'a> {
     /// Ends the reading.
     ///
     /// # Errors
-    /// `unknown_parameter` when a field was not taken.
+    /// `unknown_parameter` when a field was not taken, unless it is `null`, which counts as absent.
     pub fn finish(self) -> Result<(), ApiError> {
-        match self.items.first() {
+        match self.items.iter().find(|(_, raw)| raw.get() != "null") {
             None => Ok(()),
             Some((name, _)) => {
                 let shown: String = name.chars().take(64).collect();
@@ -288,6 +288,18 @@ pub(crate) fn under(at: &str, mut e: ApiError) -> ApiError {
 }
 
 fn malformed(e: serde_json::Error) -> ApiError {
+    // Of a field's name, which is no part of the raw texts. JSON's grammar allows it.
+    let text = e.to_string();
+    if ["unexpected end of hex escape", "lone leading surrogate"].iter().any(|half| text.starts_with(half)) {
+        return ApiError::bad_request(
+            "invalid_unicode",
+            format!(
+                "a field's name has an unpaired surrogate escape (\\ud800 to \\udfff) at line {} column {}",
+                e.line(),
+                e.column()
+            ),
+        );
+    }
     ApiError::bad_request("invalid_json", format!("the body is not valid JSON: {e}"))
 }
 
@@ -349,6 +361,12 @@ mod tests {
         assert_eq!(code(b"{\"a\":\"\xff\"}"), "invalid_utf8");
         assert_eq!(code(b"{\"a\":1,\"a\":2}"), "duplicate_field");
         assert_eq!(code(br#"{"a":1,"\u0061":2}"#), "duplicate_field");
+        for half in [r#"{"\ud800":1}"#, r#"{"\udc00":1}"#, r#"{"\ud800\ud800":1}"#, r#"{"a":1,"\ud83dx":1}"#] {
+            assert_eq!(code(half.as_bytes()), "invalid_unicode", "{half}");
+        }
+        assert_eq!(code(br#"{"\ud83d\ude00":1}"#), "ok");
+        assert_eq!(code(br#"{"\ud8"#), "invalid_json");
+        assert_eq!(code(br#"{"\ud8zz":1}"#), "invalid_json");
     }
 
     #[test]
@@ -385,5 +403,6 @@ mod tests {
         let e = f.finish().unwrap_err();
         assert_eq!((e.code, e.param.as_deref()), ("unknown_parameter", Some("left")));
         assert!(e.message.contains("unrecognized request argument supplied: left"));
+        assert!(Fields::parse(br#"{"left":null}"#, 8).unwrap().finish().is_ok(), "`null` counts as absent");
     }
 }
