@@ -399,13 +399,13 @@ mod tests {
     #[test]
     fn an_id_is_taken_apart_for_its_references_only_where_it_is_short() {
         let id = |bytes: usize| format!("https://example.com/{}s", "a/".repeat((bytes - 21) / 2));
-        for (bytes, resolved) in [(MOST_ID, true), (MOST_ID + 1, true), (MOST_ID + 2, false), (500_000, false)] {
+        for (bytes, resolved) in [(21, true), (MOST_ID - 1, true), (MOST_ID + 1, false), (500_001, false)] {
             let id = id(bytes);
             assert!(leads_to("s", &id) == resolved && leads_to(&id, &id), "{}", id.len());
         }
         // 10,000 references: half a minute, if each were resolved against all of it.
         let refs: Vec<Value> = (0..10_000).map(|i| json!({"$ref": format!("s#/x/{i}")})).collect();
-        let mut long = json!({"$id": id(500_000), "anyOf": refs});
+        let mut long = json!({"$id": id(500_001), "anyOf": refs});
         assert_eq!(resolve(&mut long), Ok(()));
     }
 
