@@ -173,9 +173,9 @@ impl<'a> Fields<'a> {
     /// Ends the reading.
     ///
     /// # Errors
-    /// `unknown_parameter` when a field was not taken, unless it is `null`, which counts as absent.
+    /// `unknown_parameter` when a field was not taken, also with `null`: its name is no less a mistake.
     pub fn finish(self) -> Result<(), ApiError> {
-        match self.items.iter().find(|(_, raw)| raw.get() != "null") {
+        match self.items.first() {
             None => Ok(()),
             Some((name, _)) => {
                 let shown: String = name.chars().take(64).collect();
@@ -403,6 +403,6 @@ mod tests {
         let e = f.finish().unwrap_err();
         assert_eq!((e.code, e.param.as_deref()), ("unknown_parameter", Some("left")));
         assert!(e.message.contains("unrecognized request argument supplied: left"));
-        assert!(Fields::parse(br#"{"left":null}"#, 8).unwrap().finish().is_ok(), "`null` counts as absent");
+        assert_eq!(Fields::parse(br#"{"left":null}"#, 8).unwrap().finish().unwrap_err().code, "unknown_parameter");
     }
 }
