@@ -45,6 +45,10 @@ pub struct Flags {
     /// Allow an address that other machines can reach, although the API asks for no keys
     #[arg(long, env = "DS4_ALLOW_REMOTE", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub allow_remote: Option<bool>,
+    /// Name besides localhost that requests may call a server of this machine alone by, such as a reverse proxy's (may be
+    /// given several times)
+    #[arg(long, env = "DS4_ALLOW_HOST", value_name = "NAME")]
+    pub allow_host: Option<Vec<String>>,
     /// Directory of the owner's and the worker's sockets [default: $XDG_RUNTIME_DIR/ds4; without that /run/ds4 for
     /// root, /tmp/ds4-UID for others]
     #[arg(long, env = "DS4_RUNTIME_DIR", value_name = "DIR")]
@@ -162,6 +166,7 @@ pub struct Mtp {
 pub struct Options {
     pub http: SocketAddr,
     pub allow_remote: bool,
+    pub allow_hosts: Vec<String>,
     pub runtime_dir: PathBuf,
     pub model: Option<String>,
     pub expected: Option<[u8; 32]>,
@@ -252,6 +257,7 @@ pub fn resolve(cli: &Cli, origins: &Origins) -> Result<(Options, Layered<Flags>)
     let options = Options {
         http: v.http.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 8080))),
         allow_remote: v.allow_remote.unwrap_or(false),
+        allow_hosts: v.allow_host.clone().unwrap_or_default(),
         runtime_dir: v.runtime_dir.clone().unwrap_or_else(default_runtime_dir),
         model: v.model.clone(),
         expected: v.expect_blake3.as_deref().and_then(parse_blake3),

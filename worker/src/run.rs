@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ds4_api::{Api, ModelInfo, Phase};
+use ds4_api::{Api, Hosts, ModelInfo, Phase};
 use ds4_attach::{Lease, Notice};
 use ds4_engine::{EngineHandle, EngineState};
 use sd_notify::NotifyState;
@@ -83,7 +83,9 @@ fn live(options: Options, started: Instant, runtime: &Runtime) -> Result<(), Fai
         control::take_calls(control_listener, callers.clone())?;
         tokio::spawn(control::serve(incoming, control).await?);
         let (listener, inherited) = http.into_tokio()?;
-        let server = tokio::spawn(ds4_api::serve(Arc::clone(&api), listener, inherited));
+        let local = listener.local_addr().is_ok_and(|a| a.ip().is_loopback()) && !options.allow_remote;
+        let hosts = if local { Hosts::local(options.allow_hosts.clone()) } else { Hosts::any() };
+        let server = tokio::spawn(ds4_api::serve(Arc::clone(&api), listener, inherited, hosts));
         let info = &serving.info;
         tracing::info!(
             model = %info.name, blake3 = %info.blake3, epoch = info.epoch, device = %info.device,

@@ -19,6 +19,7 @@ pub mod completions;
 pub mod completions_wire;
 pub mod conn;
 pub mod error;
+pub mod hosts;
 pub mod job;
 pub mod json;
 pub mod messages;
@@ -38,6 +39,7 @@ mod testing;
 mod tests;
 
 pub use backend::{ApiConfig, Backend, Events, ModelInfo, Prompt, PromptError};
+pub use hosts::Hosts;
 pub use server::serve;
 
 /// Where the worker is in its life, as its clients see it.

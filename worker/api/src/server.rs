@@ -19,6 +19,7 @@ use tower::ServiceExt;
 
 use crate::conn::{Conn, ConnIo};
 use crate::error::{ApiError, ErrorType};
+use crate::hosts::Hosts;
 use crate::{Api, Phase};
 
 /// Header of the request id, in both directions.
@@ -57,11 +58,12 @@ impl RequestId {
 /// Serves `api` on `listener` until it drains and its last connection has ended.
 ///
 /// While draining, a listener of our own goes on answering (503), so that probes see why; an `inherited` one (systemd,
-/// a supervisor) is left alone: its queue is the successor's.
+/// a supervisor) is left alone: its queue is the successor's. Requests that call it by other names than `hosts` are refused.
 ///
 /// # Errors
 /// None that a retry could mend; a failing accept is logged and tried again.
-pub async fn serve(api: Arc<Api>, listener: TcpListener, inherited: bool) -> io::Result<()> {
+pub async fn serve(api: Arc<Api>, listener: TcpListener, inherited: bool, hosts: Hosts) -> io::Result<()> {
+    let hosts = Arc::new(hosts);
     let router = crate::routes::router(Arc::clone(&api));
     let slots = Arc::new(Semaphore::new(api.config.max_connections.min(Semaphore::MAX_PERMITS)));
     let open = Arc::new(watch::Sender::new(0usize));
@@ -85,7 +87,7 @@ pub async fn serve(api: Arc<Api>, listener: TcpListener, inherited: bool) -> io:
         tokio::select! {
             (accepted, slot) = accept => match accepted {
                 Ok((stream, _)) => {
-                    let task = connection(Arc::clone(&api), router.clone(), stream);
+                    let task = connection(Arc::clone(&api), Arc::clone(&hosts), router.clone(), stream);
                     open.send_modify(|n| *n += 1);
                     let open = Arc::clone(&open);
                     tokio::spawn(async move {
@@ -112,7 +114,7 @@ pub async fn serve(api: Arc<Api>, listener: TcpListener, inherited: bool) -> io:
 }
 
 /// Serves one connection to its last byte; what is returned wants to be closed gently.
-async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) -> Option<Arc<Conn>> {
+async fn connection(api: Arc<Api>, hosts: Arc<Hosts>, router: Router, stream: TcpStream) -> Option<Arc<Conn>> {
     // Events are small and must not wait for an acknowledgement.
     if let Err(e) = stream.set_nodelay(true) {
         tracing::debug!("set_nodelay: {e}");
@@ -122,8 +124,8 @@ async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) -> Option<
     let service = {
         let (conn, api) = (Arc::clone(&conn), Arc::clone(&api));
         hyper::service::service_fn(move |request| {
-            let (conn, api, router) = (Arc::clone(&conn), Arc::clone(&api), router.clone());
-            async move { Ok::<_, Infallible>(exchange(&conn, &api, router, request).await) }
+            let (conn, api, hosts, router) = (Arc::clone(&conn), Arc::clone(&api), Arc::clone(&hosts), router.clone());
+            async move { Ok::<_, Infallible>(exchange(&conn, &api, &hosts, router, request).await) }
         })
     };
     let mut phase = api.phase();
@@ -180,7 +182,7 @@ async fn connection(api: Arc<Api>, router: Router, stream: TcpStream) -> Option<
 }
 
 /// Answers one request.
-async fn exchange(conn: &Conn, api: &Api, router: Router, request: Request<Incoming>) -> Response {
+async fn exchange(conn: &Conn, api: &Api, hosts: &Hosts, router: Router, request: Request<Incoming>) -> Response {
     let smuggled = conn.head_parsed(request.headers().contains_key(TRANSFER_ENCODING));
     let id = RequestId::of(&request);
     let refused = if smuggled {
@@ -189,7 +191,7 @@ async fn exchange(conn: &Conn, api: &Api, router: Router, request: Request<Incom
             "the request has both content-length and transfer-encoding; send one of them",
         ))
     } else {
-        unfit_head(&request)
+        unfit_head(&request).or_else(|| hosts.refusal(request.headers()))
     };
     let mut response = if let Some(error) = refused {
         let mut response = error.into_response();

@@ -48,6 +48,24 @@ async fn a10_chunked_bodies_are_read_whole() {
 }
 
 #[tokio::test]
+async fn a_page_whose_name_was_made_to_lead_here_is_refused() {
+    let server = Server::plain().await;
+    let with = |host: &str| {
+        let length = SMALL.len();
+        let head = format!("POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n");
+        format!("{head}content-length: {length}\r\n\r\n{SMALL}").into_bytes()
+    };
+    for host in ["localhost:8080", "127.0.0.1:8080", "[::1]", "models.example.org"] {
+        assert_eq!(server.raw(&with(host)).await.status, 200, "{host}");
+    }
+    let started = server.script.seen().requests.len();
+    let answer = server.raw(&with("evil.example:8080")).await;
+    assert_eq!((answer.status, &*answer.code()), (403, "host_not_allowed"));
+    assert!(answer.text().contains("--allow-host"), "{}", answer.text());
+    assert_eq!(server.script.seen().requests.len(), started);
+}
+
+#[tokio::test]
 async fn a10_bad_framing_is_400_with_a_code_and_an_id() {
     let server = Server::plain().await;
     let cases: Vec<(String, &str)> = vec![
@@ -212,7 +230,7 @@ async fn s4_grammars_are_made_a_few_at_a_time_and_nobody_else_waits_for_them() {
     let addr = listener.local_addr().unwrap();
     let backend: Arc<dyn Backend> = Arc::<Gated>::clone(&gated);
     let api = Api::new(backend, config);
-    let task = tokio::spawn(serve(Arc::clone(&api), listener, false));
+    let task = tokio::spawn(serve(Arc::clone(&api), listener, false, crate::Hosts::any()));
     let server = Server { addr, api, script, task };
 
     let plain = r#"{"messages":[{"role":"user","content":"hi"}],"response_format":{"type":"json_object"}}"#;

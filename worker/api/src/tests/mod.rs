@@ -69,7 +69,8 @@ impl Server {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let api = Api::new(Arc::new(script.clone()), config);
-        let task = tokio::spawn(serve(Arc::clone(&api), listener, false));
+        let hosts = crate::Hosts::local(["models.example.org".to_owned()]);
+        let task = tokio::spawn(serve(Arc::clone(&api), listener, false, hosts));
         Self { addr, api, script, task }
     }
 
