@@ -150,8 +150,8 @@ mod tests {
         }
         let fine = r#"{"messages":[{"role":"user","content":"x"}],"response_format":{"type":"text"},"tools":[],
             "tool_choice":"auto","modalities":["text"],"tools_":null}"#;
-        assert_eq!(try_parse(fine).err(), None);
-        assert_eq!(try_parse(&fine.replace("tools_\":null", "tools_\":1")).unwrap_err().code, "unknown_parameter");
+        assert_eq!(try_parse(&fine.replace(",\"tools_\":null", "")).err(), None);
+        assert_eq!(try_parse(fine).unwrap_err().code, "unknown_parameter");
     }
 
     #[test]
