@@ -2,7 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
@@ -39,6 +39,11 @@ impl RuntimeDir {
                 return Err(bad("the runtime directory is a file", &"not a directory"));
             }
             Err(e) => return Err(bad("cannot create the runtime directory", &e)),
+        }
+        let owner = fs::metadata(path).map_err(|e| bad("unusable runtime directory", &e))?.uid();
+        if is_strangers(owner, nix::unistd::geteuid().as_raw()) {
+            let whose = format!("it belongs to user {owner}, who can put sockets in the place of ours");
+            return Err(bad("unusable runtime directory", &whose));
         }
         let lock = path.join(LOCK);
         let file = OpenOptions::new()
@@ -153,6 +158,11 @@ impl Drop for RuntimeDir {
     }
 }
 
+/// Whether a directory of `owner` is one that somebody else made ready for `user`, as anybody can below /tmp. Root may have reasons of its own.
+fn is_strangers(owner: u32, user: u32) -> bool {
+    owner != user && owner != 0 && user != 0
+}
+
 /// Runs `bind` so that the socket file is never more open than 0600.
 fn private<T, E>(bind: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
     use nix::sys::stat::{Mode, umask};
@@ -247,6 +257,12 @@ mod tests {
         let (_, text, _) = code(RuntimeDir::claim(&long));
         assert!(text.contains("107 are allowed"), "{text}");
         assert!(!long.exists());
+    }
+
+    #[test]
+    fn a_directory_that_a_stranger_made_is_no_place_for_our_sockets() {
+        assert!(is_strangers(1001, 1000));
+        assert!(!is_strangers(1000, 1000) && !is_strangers(0, 1000) && !is_strangers(1000, 0));
     }
 
     #[test]

@@ -47,8 +47,6 @@ pub struct Script {
     pub queued: Duration,
     pub prefill: Duration,
     pub per_token: Duration,
-    /// Time for which rendering a conversation keeps a thread busy.
-    pub render: Duration,
     /// Fails before the token of this index.
     pub fail_at: Option<(usize, EngineError)>,
     /// Refuses the k-th submission and later ones.
@@ -81,9 +79,6 @@ pub struct Seen {
     /// Stage of every request whose receiver was dropped before its end.
     pub cancelled: Vec<&'static str>,
     pub finished: usize,
-    /// Conversations that are being rendered, and the most that ever were at the same time.
-    pub rendering: usize,
-    pub most_rendering: usize,
 }
 
 impl Default for Script {
@@ -94,7 +89,6 @@ impl Default for Script {
             queued: Duration::ZERO,
             prefill: Duration::ZERO,
             per_token: Duration::ZERO,
-            render: Duration::ZERO,
             fail_at: None,
             refuse_from: None,
             seen: Arc::default(),
@@ -271,14 +265,6 @@ impl Backend for Script {
     }
 
     fn render(&self, input: &ChatInput) -> Result<Prompt, PromptError> {
-        if !self.render.is_zero() {
-            self.note(|s| {
-                s.rendering += 1;
-                s.most_rendering = s.most_rendering.max(s.rendering);
-            });
-            std::thread::sleep(self.render);
-            self.note(|s| s.rendering -= 1);
-        }
         if let Some(text) = self.text {
             let prompt = text.template.render(input).map_err(|e| PromptError::Template(e.to_string()))?;
             let format = text.template.answer_format(input, &text.tokenizer)?;
